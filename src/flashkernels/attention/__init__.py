@@ -1,0 +1,1 @@
+"""Attention: `api` is the public face, `problem` the work in numbers, `reference`, `sdpa` and `triton` compute it."""

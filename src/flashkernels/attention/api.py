@@ -1,0 +1,317 @@
+"""Public attention functions: the table of implementations, the eager hot path, the custom op and its autograd."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from flashkernels import hardware
+from flashkernels.attention import recompute, sdpa
+from flashkernels.attention.problem import AttentionProblem
+from flashkernels.attention.tensors import Run, Tensors, empty_output, lse_dtype, lse_shape
+from flashkernels.attention.validation import LAYOUTS, check_cu_values, described
+from flashkernels.dispatch import Impl, select
+from flashkernels.hardware import Gpu
+from flashkernels.jit.launch import interpreting
+from flashkernels.tiling import override
+
+
+def needs_triton(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
+    """Why the portable Triton kernel cannot serve, or None."""
+    if problem.device == "cpu":
+        if not interpreting():
+            return "needs a GPU (or TRITON_INTERPRET=1 set before the import)"
+        if problem.dtype == "bf16":
+            return "Triton's interpreter computes bf16 wrongly"
+    elif problem.device != "cuda" or gpu is None:
+        return f"needs an NVIDIA GPU, the tensors are on {problem.device}"
+    elif gpu.capability < (8, 0):
+        return f"needs compute capability 8.0, {gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if problem.dtype == "fp64":
+        return "has no fp64 kernel"
+    largest = max(problem.head_dim, problem.head_dim_v)
+    if largest > 512:
+        return f"head_dim={largest} is over 512"
+    return None
+
+
+def leaves_the_cpu(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
+    """The interpreter is for tests: it serves CPU tensors only when asked for by name."""
+    return "Triton's interpreter is slow: name impl='triton' to use it" if problem.device == "cpu" else None
+
+
+# Best first. "auto" takes the first row that does not reject the problem.
+IMPLS = (
+    Impl("triton", "flashkernels.attention.triton.forward", rejects=needs_triton, defers=leaves_the_cpu),
+    Impl("sdpa", "flashkernels.attention.sdpa", rejects=sdpa.rejects),
+    Impl("torch", "flashkernels.attention.reference"),
+)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, softmax_scale: float | None = None,
+    window: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None, mask: Tensor | None = None, layout: str = "bshd", return_lse: bool = False,
+    impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Softmax attention at any head dimension: `softmax(scale * Q Kᵀ + ...) V`, without an S x S buffer on a GPU.
+
+    Logits are made in this order: scale, softcap `c * tanh(s / c)`, ALiBi `- slope * |i + S_k - S_q - j|`, then hiding
+    by causal, window and mask, then sinks.
+
+    Args:
+        q: (B, S_q, H, D), fp16, bf16 or fp32 (fp64 on the `torch` implementation), any strides.
+        k: (B, S_k, H_kv, D); H is a multiple of H_kv.
+        v: (B, S_k, H_kv, D_v).
+        causal: query i sees keys j <= i + S_k - S_q (aligned bottom-right).
+        softmax_scale: default D ** -0.5.
+        window: (left, right) keys around the diagonal that stay visible, both inclusive; -1 is unbounded.
+        softcap: bounds the logits; 0 turns it off.
+        alibi_slopes: (H,) or (B, H), any float dtype.
+        sinks: (H,), any float dtype: one more logit per head that joins the denominator and has no value.
+        mask: broadcastable to (B, H, S_q, S_k); bool: True where a query may attend; float: added to the logits.
+        layout: "bshd", or "bhsd" for (B, H, S, D) tensors, read by their strides without a copy.
+        return_lse: also return the natural log-sum-exp of the logits, fp32.
+        impl: "auto", or the name of the one implementation that must serve.
+
+    Returns:
+        The output (B, S_q, H, D_v) in q's dtype and the layout asked for; with `return_lse` also (B, H, S_q).
+        A row that sees no key is 0 with log-sum-exp -inf. Bitwise deterministic.
+
+    >>> import torch, flashkernels as fk
+    >>> q = torch.randn(2, 5, 8, 72)
+    >>> k, v = torch.randn(2, 7, 2, 72), torch.randn(2, 7, 2, 40)
+    >>> out, lse = fk.attention(q, k, v, causal=True, return_lse=True)
+    >>> out.shape, lse.shape
+    (torch.Size([2, 5, 8, 40]), torch.Size([2, 8, 5]))
+    """
+    if layout == "bhsd":
+        q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.dim() == 4 else x for x in (q, k, v))
+    elif layout != "bshd":
+        raise ValueError(f"layout={layout!r} is not one of {', '.join(map(repr, LAYOUTS))}")
+    if isinstance(mask, Tensor) and mask.dim() < 4:
+        mask = mask[(None,) * (4 - mask.dim())]
+    out, lse = _call(
+        Tensors(q, k, v, alibi_slopes, sinks, mask), 0, 0, causal, softmax_scale, window, softcap, layout,
+        return_lse, impl,
+    )  # fmt: skip
+    if layout == "bhsd":
+        out = out.transpose(1, 2)
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    causal: bool = False, softmax_scale: float | None = None, window: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, return_lse: bool = False, impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """`attention` of a ragged batch: sequences of any lengths (also 0) packed one after the other, without padding.
+
+    Args:
+        q: (total_q, H, D); sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
+        k, v: (total_k, H_kv, D) and (total_k, H_kv, D_v).
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 on q's device, from 0 to total. On a GPU their values are not read
+            by the host, so they are not checked there.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths. Rows of a sequence past max_seqlen_q stay unwritten.
+        The other arguments are those of `attention`; there is no mask.
+
+    Returns:
+        The output (total_q, H, D_v); with `return_lse` also (H, total_q).
+
+    >>> import torch, flashkernels as fk
+    >>> q, k, v = (torch.randn(7, 2, 40) for _ in range(3))
+    >>> ends = torch.tensor([0, 3, 7], dtype=torch.int32)
+    >>> fk.attention_varlen(q, k, v, ends, ends, 4, 4, causal=True).shape
+    torch.Size([7, 2, 40])
+    """
+    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(cu, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(cu).__name__}")
+    tensors = Tensors(q, k, v, alibi_slopes, sinks, None, cu_seqlens_q, cu_seqlens_k)
+    out, lse = _call(
+        tensors, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window, softcap, "bshd", return_lse, impl
+    )
+    return (out, lse) if return_lse else out
+
+
+def problem_of(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> AttentionProblem:
+    """The problem that `attention(q, k, v, **arguments)` poses, after the same checks."""
+    settings: dict[str, Any] = {
+        "causal": False, "softmax_scale": None, "window": (-1, -1), "softcap": 0.0, "alibi_slopes": None, "sinks": None,
+    }  # fmt: skip
+    settings |= arguments
+    settings.pop("impl", None)
+    settings["need_lse"] = settings.pop("return_lse", False)
+    if settings.get("layout") == "bhsd":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return described(q, k, v, **settings)
+
+
+# --- the eager hot path: everything that can be decided from shapes and flags is decided once per signature
+
+
+_plans: dict[tuple[Any, ...], Run] = {}
+MOST_PLANS = 4096
+
+
+def _signature(x: Tensor | None) -> tuple[Any, ...] | None:
+    """All that a plan may depend on, of one tensor. Alignment matters to TMA and to vector loads."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
+
+
+def _plan(
+    tensors: Tensors, max_q: int, max_k: int, causal: bool, softmax_scale: float | None, window: tuple[int, int],
+    softcap: float, layout: str, need_lse: bool, impl: str,
+) -> Run:  # fmt: skip
+    """The prepared launch for tensors of this signature: validation, dispatch and tiling happen here, once."""
+    problem = described(
+        tensors.q, tensors.k, tensors.v, causal=causal, softmax_scale=softmax_scale, window=window, softcap=softcap,
+        alibi_slopes=tensors.alibi_slopes, sinks=tensors.sinks, mask=tensors.mask, cu_seqlens_q=tensors.cu_seqlens_q,
+        cu_seqlens_k=tensors.cu_seqlens_k, max_seqlen_q=max_q, max_seqlen_k=max_k, need_lse=need_lse, layout=layout,
+    )  # fmt: skip
+    gpu = hardware.detect(tensors.q.device) if problem.device == "cuda" else None
+    return select(IMPLS, problem, gpu, impl).load().plan(problem, gpu, tensors)
+
+
+def _run(
+    tensors: Tensors, max_q: int, max_k: int, causal: bool, softmax_scale: float | None, window: tuple[int, int],
+    softcap: float, layout: str, need_lse: bool, impl: str,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    signature = tuple(map(_signature, tensors))
+    key = (signature, max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, override())
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _plan(tensors, max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl)
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    if tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None and not tensors.q.is_cuda:
+        check_cu_values("cu_seqlens_q", tensors.cu_seqlens_q, tensors.q.shape[0], max_q)
+        check_cu_values("cu_seqlens_k", tensors.cu_seqlens_k, tensors.k.shape[0], max_k)
+    scale = tensors.q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    return plan(tensors, scale, softcap)
+
+
+def _call(
+    tensors: Tensors, max_q: int, max_k: int, causal: bool, softmax_scale: float | None, window: tuple[int, int],
+    softcap: float, layout: str, need_lse: bool, impl: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Straight to the kernel where nothing watches; through the registered op under compile, autograd and modes."""
+    q = tensors.q
+    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
+        tensors = _autocast(tensors)
+    window = tuple(window) if isinstance(window, (list, tuple)) else window
+    if not torch.compiler.is_compiling() and _unwatched(tensors):
+        return _run(tensors, max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl)  # type: ignore[return-value]
+    described(
+        *tensors[:3], causal=causal, softmax_scale=softmax_scale, window=window, softcap=softcap,
+        alibi_slopes=tensors.alibi_slopes, sinks=tensors.sinks, mask=tensors.mask, cu_seqlens_q=tensors.cu_seqlens_q,
+        cu_seqlens_k=tensors.cu_seqlens_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
+    )  # fmt: skip
+    scale = tensors.q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    return attention_op(*tensors, max_q, max_k, causal, scale, window[0], window[1], softcap, layout, need_lse, impl)
+
+
+def _unwatched(tensors: Tensors) -> bool:
+    """Whether these are plain tensors that neither autograd nor a dispatch mode nor a transform follows."""
+    grad = torch.is_grad_enabled()
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+            return not isinstance(x, Tensor)  # not a tensor at all: let the validation say so
+        if grad and x.requires_grad:
+            return False
+    return not is_in_torch_dispatch_mode() and torch._C._functorch.maybe_current_level() is None
+
+
+def _autocast(tensors: Tensors) -> Tensors:
+    """Under autocast, q, k and v take its 16-bit type, as torch's own attention does."""
+    dtype = torch.get_autocast_dtype(tensors.q.device.type)
+    cast = [x.to(dtype) if isinstance(x, Tensor) and x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x
+            for x in tensors[:3]]  # fmt: skip
+    return tensors._replace(q=cast[0], k=cast[1], v=cast[2])
+
+
+# --- the registered op: schema, fake and autograd, for torch.compile, torch.export and training
+
+
+@torch.library.custom_op("flashkernels::attention", mutates_args=())
+def attention_op(
+    q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None, sinks: Tensor | None, mask: Tensor | None,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int,
+    causal: bool, softmax_scale: float, window_left: int, window_right: int, softcap: float, layout: str,
+    need_lse: bool, impl: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    tensors = Tensors(q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k)
+    window = (window_left, window_right)
+    out, lse = _run(
+        tensors, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window, softcap, layout, need_lse, impl
+    )
+    return out, q.new_empty(0, dtype=lse_dtype(q)) if lse is None or not need_lse else lse
+
+
+@attention_op.register_fake
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None, sinks: Tensor | None, mask: Tensor | None,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int,
+    causal: bool, softmax_scale: float, window_left: int, window_right: int, softcap: float, layout: str,
+    need_lse: bool, impl: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out = empty_output(q, v.shape[-1], layout)
+    if not need_lse:
+        return out, q.new_empty(0, dtype=lse_dtype(q))
+    return out, q.new_empty(lse_shape(q), dtype=lse_dtype(q))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:8])
+    ctx.settings = inputs[8:]
+
+
+def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
+    max_q, max_k, causal, scale, left, right, softcap, _, need_lse, _ = ctx.settings
+    grads = attention_backward_op(
+        grad_out, grad_lse if need_lse else None, *ctx.saved_tensors, max_q, max_k, causal, scale, left, right, softcap
+    )
+    needed = [g if want else None for g, want in zip(grads, ctx.needs_input_grad[:6], strict=True)]
+    return (*needed, *(None,) * 12)
+
+
+attention_op.register_autograd(_backward, setup_context=_setup)
+
+
+@torch.library.custom_op("flashkernels::attention_backward", mutates_args=())
+def attention_backward_op(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None,
+    sinks: Tensor | None, mask: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int, max_seqlen_k: int, causal: bool, softmax_scale: float, window_left: int, window_right: int,
+    softcap: float,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of q, k, v, alibi_slopes, sinks and mask; an empty tensor stands for one that does not exist."""
+    problem = described(
+        q, k, v, causal=causal, softmax_scale=softmax_scale, window=(window_left, window_right), softcap=softcap,
+        alibi_slopes=alibi_slopes, sinks=sinks, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+    )  # fmt: skip
+    tensors = Tensors(q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k)
+    grads = recompute.backward(problem, tensors, grad_out, grad_lse, softmax_scale, softcap)
+    return [q.new_empty(0) if g is None else g for g in grads]
+
+
+@attention_backward_op.register_fake
+def _fake_backward(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None,
+    sinks: Tensor | None, mask: Tensor | None, *_: Any,
+) -> list[Tensor]:  # fmt: skip
+    return [
+        q.new_empty(0) if x is None or not x.dtype.is_floating_point else x.new_empty(x.shape)
+        for x in (q, k, v, alibi_slopes, sinks, mask)
+    ]
+

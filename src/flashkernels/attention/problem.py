@@ -1,0 +1,108 @@
+"""What one attention call has to do, as plain numbers. No torch here: tiling, roofline, bench and explain read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """Sizes and features of one attention call.
+
+    A ragged (varlen) batch is described by its totals: `seq_q` and `seq_k` are the longest sequences,
+    `total_q` and `total_k` the rows really there. Work is counted as if the rows were spread evenly
+    over the batch, because the true lengths live on the device.
+
+    >>> p = AttentionProblem(batch=4, seq_q=4096, seq_k=4096, heads=28, kv_heads=28, head_dim=72, causal=True)
+    >>> f"{p.flops() / 1e12:.3f} TFLOP, {p.bytes() / 1e6:.0f} MB"
+    '0.271 TFLOP, 266 MB'
+    """
+
+    batch: int
+    seq_q: int
+    seq_k: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int = 0  # 0: the same as head_dim
+    dtype: str = "bf16"
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: bool = False
+    negative_scale: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    mask: str | None = None  # None, "bool" or "float"
+    varlen: bool = False
+    total_q: int = 0
+    total_k: int = 0
+    need_lse: bool = False
+    layout: str = "bshd"  # memory order of the output; the inputs may have any strides
+    device: str = "cuda"
+
+    def __post_init__(self) -> None:
+        if not self.head_dim_v:
+            object.__setattr__(self, "head_dim_v", self.head_dim)
+        if not self.varlen:
+            object.__setattr__(self, "total_q", self.batch * self.seq_q)
+            object.__setattr__(self, "total_k", self.batch * self.seq_k)
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def band(self) -> tuple[int, int]:
+        """(left, right) of the visible band around the bottom-right diagonal; -1 is unbounded. Causal clips right to 0."""
+        left, right = self.window
+        return left, 0 if self.causal else right
+
+    def pairs(self) -> int:
+        """Visible (query, key) pairs of one head over the whole batch, by causal and window; masks are not counted."""
+        if self.batch == 0:
+            return 0
+        if self.varlen:
+            sq, sk = self.total_q // self.batch, self.total_k // self.batch
+        else:
+            sq, sk = self.seq_q, self.seq_k
+        return self.batch * visible_pairs(sq, sk, *self.band)
+
+    def flops(self) -> int:
+        """Multiplications and additions of Q·Kᵀ and P·V over the visible pairs, at the true head dimensions."""
+        return 2 * self.heads * self.pairs() * (self.head_dim + self.head_dim_v)
+
+    def bytes(self) -> int:
+        """Least traffic: Q, K and V read once, the output and its fp32 log-sum-exp written once."""
+        q_side = self.total_q * self.heads * (self.head_dim + self.head_dim_v)
+        kv_side = self.total_k * self.kv_heads * (self.head_dim + self.head_dim_v)
+        mask = 0
+        if self.mask:
+            mask = self.batch * self.seq_q * self.seq_k * (1 if self.mask == "bool" else self.element_bytes)
+        return (q_side + kv_side) * self.element_bytes + 4 * self.total_q * self.heads + mask
+
+
+def visible_pairs(sq: int, sk: int, left: int, right: int) -> int:
+    """How many pairs (i, j) satisfy -left <= j - (i + sk - sq) <= right, for i < sq and j < sk.
+
+    >>> visible_pairs(4, 4, -1, 0), visible_pairs(4, 4, -1, -1), visible_pairs(4, 4, 1, 0)
+    (10, 16, 7)
+    """
+    shift = sk - sq
+    first_unbounded = left < 0
+    last_unbounded = right < 0
+    if first_unbounded and last_unbounded:
+        return sq * sk
+    # Clamped ends of each row's interval are linear in i, so the sum of max(0, hi - lo) is a sum of two ramps.
+    hi = sq * sk if last_unbounded else _clamped_ramp(sq, shift + right + 1, sk)
+    lo = 0 if first_unbounded else _clamped_ramp(sq, shift - left, sk)
+    return max(0, hi - lo)
+
+
+def _clamped_ramp(rows: int, start: int, top: int) -> int:
+    """Sum over i < rows of min(top, max(0, start + i))."""
+    first = min(rows, max(0, -start))  # rows before this are clamped to 0
+    full = min(rows, max(first, top - start))  # rows from this on are clamped to `top`
+    n = full - first
+    return n * (start + first) + n * (n - 1) // 2 + (rows - full) * top

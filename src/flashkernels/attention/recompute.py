@@ -1,0 +1,120 @@
+"""Gradients by recomputing the scores in chunks of query rows: right, O(chunk * S_k) memory, not fast.
+
+It serves every forward feature until a fused backward takes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashkernels.attention.problem import AttentionProblem
+from flashkernels.attention.reference import hide, positions, softmax
+from flashkernels.attention.tensors import Tensors, lse_dtype
+
+SCORES_PER_CHUNK = 1 << 24  # 64 MB of fp32 scores; a handful of such buffers is alive at a time
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some query rows of one sequence: where they, their keys and their part of the mask are."""
+
+    batch: int
+    rows: slice  # in the sequence dimension of q
+    keys: slice  # in that of k and v
+    first_row: int  # of the sequence
+    seq_q: int
+
+
+def backward(
+    problem: AttentionProblem, tensors: Tensors, grad_out: Tensor, grad_lse: Tensor | None, scale: float, softcap: float
+) -> list[Tensor | None]:
+    """Gradients of q, k, v, alibi_slopes, sinks and mask (None for what is absent or not floating point)."""
+    dtype = lse_dtype(tensors.q)
+    grads = [
+        torch.zeros(x.shape, dtype=dtype, device=x.device) if x is not None and x.dtype.is_floating_point else None
+        for x in tensors[:6]
+    ]
+    for chunk in chunks(problem, tensors):
+        add_gradients(grads, chunk, problem, tensors, grad_out, grad_lse, scale, softcap)
+    return [g if g is None or x is None else g.to(x.dtype) for g, x in zip(grads, tensors, strict=False)]
+
+
+def chunks(problem: AttentionProblem, tensors: Tensors) -> Iterator[Chunk]:
+    q_ends = [0, problem.seq_q] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.tolist()
+    k_ends = [0, problem.seq_k] if tensors.cu_seqlens_k is None else tensors.cu_seqlens_k.tolist()
+    for b in range(problem.batch):
+        at = b if problem.varlen else 0
+        seq_q, keys = q_ends[at + 1] - q_ends[at], slice(k_ends[at], k_ends[at + 1])
+        step = max(1, SCORES_PER_CHUNK // max(1, problem.heads * (keys.stop - keys.start)))
+        for first in range(0, seq_q, step):
+            rows = slice(q_ends[at] + first, q_ends[at] + min(first + step, seq_q))
+            yield Chunk(b, rows, keys, first, seq_q)
+
+
+def add_gradients(
+    grads: list[Tensor | None], chunk: Chunk, problem: AttentionProblem, tensors: Tensors, grad_out: Tensor,
+    grad_lse: Tensor | None, scale: float, softcap: float,
+) -> None:  # fmt: skip
+    """Recomputes one chunk's probabilities P and adds its gradients.
+
+    With dP = dO Vᵀ and delta = rowsum(P * dP) - dLSE: dS = P * (dP - delta), dV = Pᵀ dO, and dS goes on to the mask,
+    ALiBi, softcap, Q and K. The sink's probability has dP = 0.
+    """
+    dtype = lse_dtype(tensors.q)
+    group = problem.heads // problem.kv_heads
+
+    def heads_first(x: Tensor, at: slice) -> Tensor:  # (H, rows, D)
+        return (x[at] if problem.varlen else x[chunk.batch, at]).to(dtype).transpose(0, 1)
+
+    q, do = heads_first(tensors.q, chunk.rows), heads_first(grad_out, chunk.rows)
+    k, v = (heads_first(x, chunk.keys).repeat_interleave(group, 0) for x in tensors[1:3])
+    slopes, mask = tensors.alibi_slopes, tensors.mask
+    if slopes is not None and slopes.dim() == 2:
+        slopes = slopes[chunk.batch]
+    mask_at = ()
+    if mask is not None:
+        mask_at = (chunk.batch if mask.shape[0] > 1 else 0, slice(None), chunk.rows if mask.shape[2] > 1 else slice(None))
+        mask = mask[mask_at]
+
+    s = q @ k.transpose(-1, -2) * scale  # (H, rows, keys)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    slope_of_cap = 1 - (s / softcap) ** 2 if softcap else 1.0
+    i, j = positions(q.shape[1], k.shape[1], q.device, chunk.first_row, chunk.seq_q)
+    s, _ = hide(s, i, j, *problem.band, slopes, mask)
+    if tensors.sinks is not None:
+        s = torch.cat((s, tensors.sinks.to(dtype)[:, None, None].expand(*s.shape[:2], 1)), -1)
+    p, _ = softmax(s)
+    p, p_sink = p[..., : k.shape[1]], p[..., k.shape[1] :]
+
+    dp = do @ v.transpose(-1, -2)
+    dp = dp.masked_fill(p == 0, 0.0)  # a hidden key's V may be NaN
+    delta = (p * dp).sum(-1, keepdim=True)
+    if grad_lse is not None:
+        rows = grad_lse[:, chunk.rows] if problem.varlen else grad_lse[chunk.batch, :, chunk.rows]
+        delta = delta - rows[..., None].to(dtype)
+    ds = p * (dp - delta)
+    if grads[3] is not None:
+        target = grads[3] if grads[3].dim() == 1 else grads[3][chunk.batch]
+        target -= (ds * (i - j).abs()).sum((-1, -2))
+    if grads[4] is not None:
+        grads[4] -= (p_sink * delta).sum((-1, -2))
+    if grads[5] is not None:
+        target = grads[5][mask_at]
+        target += ds.sum_to_size(target.shape)
+    ds = ds * slope_of_cap * scale
+    _add(grads[0], chunk, chunk.rows, ds @ k, 1)
+    _add(grads[1], chunk, chunk.keys, ds.transpose(-1, -2) @ q, group)
+    _add(grads[2], chunk, chunk.keys, p.transpose(-1, -2) @ do, group)
+
+
+def _add(grad: Tensor | None, chunk: Chunk, at: slice, value: Tensor, group: int) -> None:
+    """Adds (H, rows, D) to the rows of a gradient, summed over the query heads that share a key head."""
+    assert grad is not None
+    value = value.unflatten(0, (-1, group)).sum(1).transpose(0, 1)
+    target = grad[at] if grad.dim() == 3 else grad[chunk.batch, at]
+    target += value

@@ -1,0 +1,117 @@
+"""Attention in plain PyTorch: the definition that every other implementation is tested against, and the CPU path.
+
+It computes in fp32 (fp64 for fp64 inputs) and holds the whole score matrix.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flashkernels.attention.problem import AttentionProblem
+from flashkernels.attention.tensors import Run, Tensors, laid_out, lse_dtype, lse_shape
+from flashkernels.hardware import Gpu
+
+
+def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
+    """Nothing to prepare: the reference is ready for any call."""
+    return partial(forward, problem)
+
+
+def forward(
+    problem: AttentionProblem, tensors: Tensors, softmax_scale: float, softcap: float
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of (B, S, H, D) tensors, or with `cu_seqlens` of ragged (total, H, D) ones, sequence by sequence."""
+    q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k = tensors
+    left, right = problem.band
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        out, lse = attention(q, k, v, softmax_scale, left, right, softcap, alibi_slopes, sinks, mask)
+        return laid_out(problem, q, out), lse
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    lse = torch.full(lse_shape(q), float("-inf"), dtype=lse_dtype(q), device=q.device)
+    q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for b in range(len(q_ends) - 1):
+        rows, keys = slice(q_ends[b], q_ends[b + 1]), slice(k_ends[b], k_ends[b + 1])
+        slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
+        one = attention(
+            q[None, rows], k[None, keys], v[None, keys], softmax_scale, left, right, softcap, slopes, sinks, None
+        )
+        out[rows], lse[:, rows] = one[0][0], one[1][0]
+    return out, lse
+
+
+def attention(
+    q: Tensor,  # (B, S_q, H, D)
+    k: Tensor,  # (B, S_k, H_kv, D)
+    v: Tensor,  # (B, S_k, H_kv, D_v)
+    softmax_scale: float,
+    left: int = -1,
+    right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,  # (H,) or (B, H)
+    sinks: Tensor | None = None,  # (H,)
+    mask: Tensor | None = None,  # broadcastable to (B, H, S_q, S_k)
+) -> tuple[Tensor, Tensor]:
+    """Returns the output (B, S_q, H, D_v) in q's dtype and the log-sum-exp (B, H, S_q) in the compute dtype."""
+    dtype = lse_dtype(q)  # computes in what the log-sum-exp is returned in
+    group = q.shape[2] // k.shape[2]
+    qc, kc, vc = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
+    kc, vc = kc.repeat_interleave(group, 1), vc.repeat_interleave(group, 1)  # (B, H, S_k, D)
+
+    s = qc @ kc.transpose(-1, -2) * softmax_scale  # (B, H, S_q, S_k)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    i, j = positions(q.shape[1], k.shape[1], q.device)
+    s, seen = hide(s, i, j, left, right, alibi_slopes, mask)
+    if sinks is not None:  # one more key per row, without a value
+        s = torch.cat((s, sinks.to(dtype)[None, :, None, None].expand(*s.shape[:3], 1)), -1)
+    p, lse = softmax(s)
+    p = p[..., : k.shape[1]]
+    out = p @ torch.where(vc.isfinite(), vc, 0.0) + _visible_poison(seen.broadcast_to(p.shape), vc)
+    return out.transpose(1, 2).to(q.dtype), lse
+
+
+def positions(rows: int, keys: int, device: torch.device, first_row: int = 0, seq_q: int = 0) -> tuple[Tensor, Tensor]:
+    """Key positions j and, aligned bottom-right with them, query positions i, for `rows` of `seq_q` (0: all) queries."""
+    i = torch.arange(rows, device=device)[:, None] + first_row + keys - (seq_q or rows)
+    return i, torch.arange(keys, device=device)[None, :]
+
+
+def hide(
+    s: Tensor, i: Tensor, j: Tensor, left: int, right: int, alibi_slopes: Tensor | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Adds ALiBi and a float mask to the scores and puts -inf where a query may not look; also says where it may."""
+    if alibi_slopes is not None:
+        s = s - alibi_slopes.to(s.dtype)[..., None, None] * (i - j).abs()
+    seen = torch.ones_like(i - j, dtype=torch.bool)
+    if left >= 0:
+        seen = seen & (j >= i - left)
+    if right >= 0:
+        seen = seen & (j <= i + right)
+    if mask is not None and mask.dtype == torch.bool:
+        seen = seen & mask
+    elif mask is not None:
+        s = s + mask.to(s.dtype)
+    return s.masked_fill(~seen, float("-inf")), seen
+
+
+def softmax(s: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities and log-sum-exp of each row. A row of -inf (or of no keys) has probabilities 0 and lse -inf."""
+    top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), float("-inf"))
+    e = torch.exp(s - top.masked_fill(top == float("-inf"), 0.0))
+    total = e.sum(-1, keepdim=True)
+    lse = (top + torch.log(total)).squeeze(-1)
+    return e / total.masked_fill(total == 0, 1.0), lse
+
+
+def _visible_poison(seen: Tensor, v: Tensor) -> Tensor | float:
+    """What Inf and NaN in V add to the rows that see them. A hidden one adds nothing (in p @ v, 0 * NaN would be NaN)."""
+    if v.isfinite().all():
+        return 0.0
+    rows = seen.to(v.dtype)
+    up = rows @ (v.isnan() | (v == float("inf"))).to(v.dtype)
+    down = rows @ (v.isnan() | (v == float("-inf"))).to(v.dtype)
+    zero = torch.zeros_like(up)
+    return torch.where(up > 0, float("inf"), zero) + torch.where(down > 0, float("-inf"), zero)

@@ -1,0 +1,52 @@
+"""The tensors of one attention call, as every implementation receives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashkernels.attention.problem import AttentionProblem
+
+
+class Tensors(NamedTuple):
+    """Dense (B, S, H, D) or ragged (total, H, D). A mask has four dimensions; those of size 1 broadcast."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    mask: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+
+
+# What an implementation's `plan` returns: run(tensors, softmax_scale, softcap) -> output, log-sum-exp or None.
+Run = Callable[[Tensors, float, float], "tuple[Tensor, Tensor | None]"]
+
+
+def empty_output(q: Tensor, head_dim_v: int, layout: str) -> Tensor:
+    """An output for q, indexed like q, contiguous in the memory order of `layout`."""
+    if q.dim() == 3 or layout == "bshd":
+        return q.new_empty((*q.shape[:-1], head_dim_v))
+    batch, seq, heads, _ = q.shape
+    return q.new_empty((batch, heads, seq, head_dim_v)).transpose(1, 2)
+
+
+def lse_shape(q: Tensor) -> tuple[int, ...]:
+    """(B, H, S_q), or (H, total_q) for a ragged batch."""
+    return (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+
+
+def lse_dtype(q: Tensor) -> torch.dtype:
+    """fp32, and fp64 for the fp64 inputs that only the reference takes."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def laid_out(problem: AttentionProblem, q: Tensor, out: Tensor) -> Tensor:
+    """`out` in the memory order the problem asks for; copied only if it is in another."""
+    target = empty_output(q, problem.head_dim_v, problem.layout)
+    return out if out.stride() == target.stride() else target.copy_(out)

@@ -1,0 +1,444 @@
+"""The portable attention forward: one Triton kernel for every GPU from sm_80 on.
+
+The head dimension is a sum of powers of two (72 = 64 + 16), because a Triton tile must be one: each *part* has its
+own K and V tile and its own accumulator. Keys are walked twice. First come the blocks in which something is hidden
+(the causal or window edge, the ragged end, all of them under a mask tensor), then the interior, which needs no mask
+at all. See `README.md` beside this package for the mathematics.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashkernels.attention.problem import AttentionProblem
+from flashkernels.attention.tensors import Run, Tensors, empty_output, lse_shape
+from flashkernels.attention.triton import tiles
+from flashkernels.hardware import GPUS, Gpu
+from flashkernels.jit.launch import Descriptor, Launcher
+from flashkernels.tiling import Tile, override
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+CAREFUL = tl.constexpr(32)  # columns of V at a time where it holds NaN or Inf
+
+
+@triton.jit
+def load_parts(
+    ptr, descs, batch, row0, head, rows, stride_s, stride_d,
+    DIM: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """The parts of BLOCK rows from `row0` on. Without TMA, `ptr` is at row0 and only `rows` of them are read (None: all)."""
+    tiles = ()
+    start: tl.constexpr = 0
+    for i in tl.static_range(len(PARTS)):
+        if TMA:
+            tile = descs[i].load([batch, row0, head, start]).reshape(BLOCK, tl.constexpr(PARTS[i]))
+        else:
+            offs_n = tl.arange(0, BLOCK)
+            offs_d = start + tl.arange(0, tl.constexpr(PARTS[i]))
+            at = ptr + offs_n[:, None] * stride_s + offs_d.to(tl.int64)[None, :] * stride_d
+            if rows is None and start + PARTS[i] <= DIM:
+                tile = tl.load(at)
+            elif rows is None:
+                tile = tl.load(at, mask=(offs_d < DIM)[None, :], other=0.0)
+            else:
+                tile = tl.load(at, mask=(offs_n < rows)[:, None] & (offs_d < DIM)[None, :], other=0.0)
+        tiles = tiles + (tile,)  # [BLOCK, PARTS[i]]
+        start = start + PARTS[i]
+    return tiles
+
+
+@triton.jit
+def scores(q, k, PRECISION: tl.constexpr):
+    """Q·Kᵀ in fp32, summed over the parts of the head dimension."""
+    s = tl.dot(q[0], k[0].T, input_precision=PRECISION)
+    for i in tl.static_range(1, len(q)):
+        s = tl.dot(q[i], k[i].T, s, input_precision=PRECISION)
+    return s  # [BLOCK_M, BLOCK_N]
+
+
+@triton.jit
+def logits(s, scale, softcap, slope, offs_m, offs_n, shift, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
+    """Scores in units of log2: scale, softcap, ALiBi. `scale` already carries log2(e)."""
+    s = s * scale
+    if SOFTCAP:
+        # cap * tanh(x), tanh(x) = 1 - 2 / (1 + e^2x); with `s` and `softcap` both in log2 units
+        s = softcap * (1 - 2 / (1 + tl.exp2(s * (2 * LOG2E) / softcap)))
+    if ALIBI:
+        s -= slope * tl.abs(offs_m[:, None] + shift - offs_n[None, :]).to(tl.float32)
+    return s
+
+
+@triton.jit
+def visible_keys(
+    offs_m, offs_n, seq_k, shift, left, right, mask_ptr, seq_q, stride_mm, stride_mn,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Which keys each row may see, and what the float mask adds to their logits (0 without one)."""
+    last = tl.zeros_like(offs_m) + (seq_k - 1)
+    if RIGHT:
+        last = tl.minimum(last, offs_m + (shift + right))
+    seen = offs_n[None, :] <= last[:, None]
+    if LEFT:
+        seen = seen & (offs_n[None, :] >= (offs_m + (shift - left))[:, None])
+    bias = 0.0
+    if MASK != "none":
+        inside = (offs_m < seq_q)[:, None] & (offs_n < seq_k)[None, :]
+        at = mask_ptr + offs_m[:, None] * stride_mm + offs_n.to(tl.int64)[None, :] * stride_mn
+        value = tl.load(at, mask=inside, other=0)
+        if MASK == "bool":
+            seen = seen & (value != 0)
+        else:
+            bias = value.to(tl.float32) * LOG2E
+    return seen, bias
+
+
+@triton.jit
+def rescale(acc, alpha):
+    out = ()
+    for i in tl.static_range(len(acc)):
+        out = out + (acc[i] * alpha[:, None],)
+    return out
+
+
+@triton.jit
+def accumulate(acc, p, v, PRECISION: tl.constexpr):
+    out = ()
+    for i in tl.static_range(len(acc)):
+        out = out + (tl.dot(p.to(v[i].dtype), v[i], acc[i], input_precision=PRECISION),)
+    return out
+
+
+@triton.jit
+def has_nan(acc):
+    worst = 0
+    for i in tl.static_range(len(acc)):
+        worst = tl.maximum(worst, tl.max(tl.max((acc[i] != acc[i]).to(tl.int32), 1), 0))
+    return worst > 0
+
+
+@triton.jit
+def visible_poison(seen, v):
+    """What the Inf and NaN of V add to the rows that see them: +Inf, -Inf, or NaN where both or a NaN meet; else 0."""
+    rows = seen.to(tl.float16)
+    up = tl.dot(rows, ((v != v) | (v == float("inf"))).to(tl.float16))
+    down = tl.dot(rows, ((v != v) | (v == float("-inf"))).to(tl.float16))
+    return tl.where(up > 0, float("inf"), 0.0) + tl.where(down > 0, float("-inf"), 0.0)
+
+
+@triton.jit
+def store_parts(o_rows, acc, inverse, inside, DIM_V: tl.constexpr, PARTS_V: tl.constexpr):
+    start: tl.constexpr = 0
+    for i in tl.static_range(len(PARTS_V)):
+        offs_d = start + tl.arange(0, tl.constexpr(PARTS_V[i]))
+        value = (acc[i] * inverse[:, None]).to(o_rows.dtype.element_ty)
+        tl.store(o_rows + offs_d[None, :], value, mask=inside[:, None] & (offs_d < DIM_V)[None, :])
+        start = start + PARTS_V[i]
+
+
+@triton.jit
+def store_careful(
+    o_rows, q, m, inverse, k_ptr, v_ptr, k_descs, mask_ptr, tma_batch, k_row, head_k, start, end,
+    seq_q, seq_k, shift, left, right, scale, softcap, slope, offs_m,
+    stride_ks, stride_kd, stride_vs, stride_vd, stride_mm, stride_mn,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The output where V holds NaN or Inf: finite values as usual, the others only for the rows that see them."""
+    m_safe = tl.where(m == float("-inf"), 0.0, m)
+    for d in tl.range(0, DIM_V, CAREFUL):
+        offs_d = d + tl.arange(0, CAREFUL)
+        out = tl.zeros((BLOCK_M, CAREFUL), tl.float32)
+        for n in tl.range(start, end, BLOCK_N, num_stages=1):
+            offs_n = n + tl.arange(0, BLOCK_N)
+            k = load_parts(k_ptr + n * stride_ks, k_descs, tma_batch, k_row + n, head_k, seq_k - n,
+                           stride_ks, stride_kd, DIM, PARTS, BLOCK_N, TMA)  # fmt: skip
+            s = logits(scores(q, k, PRECISION), scale, softcap, slope, offs_m, offs_n, shift, SOFTCAP, ALIBI)
+            seen, bias = visible_keys(offs_m, offs_n, seq_k, shift, left, right, mask_ptr, seq_q, stride_mm, stride_mn,
+                                      LEFT, RIGHT, MASK)  # fmt: skip
+            p = tl.exp2(tl.where(seen, s + bias, float("-inf")) - m_safe[:, None])
+            v = tl.load(v_ptr + offs_n[:, None] * stride_vs + offs_d.to(tl.int64)[None, :] * stride_vd,
+                        mask=(offs_n < seq_k)[:, None] & (offs_d < DIM_V)[None, :], other=0.0)  # fmt: skip
+            out = tl.dot(p.to(v.dtype), tl.where(v - v == 0, v, 0.0).to(v.dtype), out, input_precision=PRECISION)
+            out += visible_poison(seen, v)
+        tl.store(o_rows + offs_d[None, :], (out * inverse[:, None]).to(o_rows.dtype.element_ty),
+                 mask=(offs_m < seq_q)[:, None] & (offs_d < DIM_V)[None, :])  # fmt: skip
+
+
+@triton.jit
+def split_block(i, edge, edge_blocks, start, BLOCK_N: tl.constexpr):
+    """Block i of the masked blocks: those from `edge` on come first, then those from `start` on."""
+    return tl.where(i < edge_blocks, edge + i * BLOCK_N, start + (i - edge_blocks) * BLOCK_N)
+
+
+# Strides are 64 bits wide, except along the last dimension: there a stride of 1 must become a constant, because
+# only then are loads vectors. (As a runtime value it cost a fifth of the speed: H200, 2026-11-15, D=128.)
+@triton.jit(do_not_specialize=["seq_q", "seq_k", "blocks_m", "section", "total_heads", "left", "right", "heads"])
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
+    k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2,
+    mask_ptr, slopes_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr,
+    stride_qb: tl.int64, stride_qs: tl.int64, stride_qh: tl.int64, stride_qd,
+    stride_kb: tl.int64, stride_ks: tl.int64, stride_kh: tl.int64, stride_kd,
+    stride_vb: tl.int64, stride_vs: tl.int64, stride_vh: tl.int64, stride_vd,
+    stride_ob: tl.int64, stride_os: tl.int64, stride_oh: tl.int64,
+    stride_lb: tl.int64, stride_lh: tl.int64,
+    stride_mb: tl.int64, stride_mh: tl.int64, stride_mm: tl.int64, stride_mn,
+    stride_ab: tl.int64, stride_ah: tl.int64, stride_sh: tl.int64,
+    seq_q, seq_k, heads, group, blocks_m, section, total_heads, left, right, scale, softcap,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr, PARTS_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, NEGATIVE: tl.constexpr, MASK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    VARLEN: tl.constexpr = cu_q_ptr is not None
+    ALIBI: tl.constexpr = slopes_ptr is not None
+    # Logits are scale * s with scale >= 0: the scale commutes with the maximum and folds into the exponential.
+    PLAIN: tl.constexpr = not (SOFTCAP or ALIBI or NEGATIVE)
+
+    # Tile order: sections of heads whose K and V fit the L2; in a section the last rows (the heaviest under a causal
+    # mask) of every head come first.
+    pid = tl.program_id(0)
+    first = pid // (section * blocks_m) * section
+    in_section = tl.minimum(section, total_heads - first)
+    rank = pid - first * blocks_m
+    block_m = blocks_m - 1 - rank // in_section
+    bh = first + rank % in_section
+    batch = bh // heads
+    head = bh - batch * heads
+    head_k = head // group
+
+    q_row = tl.zeros((), tl.int32)
+    k_row = tl.zeros((), tl.int32)
+    tma_batch = batch
+    if VARLEN:
+        q_row = tl.load(cu_q_ptr + batch)
+        k_row = tl.load(cu_k_ptr + batch)
+        seq_q = tl.load(cu_q_ptr + batch + 1) - q_row
+        seq_k = tl.load(cu_k_ptr + batch + 1) - k_row
+        tma_batch = 0
+    row0 = block_m * BLOCK_M
+    if row0 >= seq_q:
+        return
+    shift = seq_k - seq_q
+
+    q_ptr += batch * stride_qb + (q_row + row0) * stride_qs + head * stride_qh
+    k_ptr += batch * stride_kb + k_row * stride_ks + head_k * stride_kh
+    v_ptr += batch * stride_vb + k_row * stride_vs + head_k * stride_vh
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes_ptr + batch * stride_ab + head * stride_ah).to(tl.float32) * LOG2E
+    if MASK != "none":
+        mask_ptr += batch * stride_mb + head * stride_mh
+    k_descs = (k_desc0, k_desc1, k_desc2)
+    v_descs = (v_desc0, v_desc1, v_desc2)
+
+    offs_m = row0 + tl.arange(0, BLOCK_M)
+    q = load_parts(q_ptr, None, 0, 0, 0, seq_q - row0, stride_qs, stride_qd, DIM, PARTS, BLOCK_M, False)
+
+    # Key blocks: [start, full) and [edge, end) hide something from some row, [full, edge) nothing from any.
+    start = tl.zeros((), tl.int32)
+    full = tl.zeros((), tl.int32)
+    end = seq_k
+    edge = seq_k // BLOCK_N * BLOCK_N
+    if RIGHT:
+        end = tl.minimum(seq_k, tl.maximum(0, tl.minimum(row0 + BLOCK_M, seq_q) + (shift + right)))
+        edge = tl.minimum(edge, tl.maximum(0, row0 + shift + right + 1) // BLOCK_N * BLOCK_N)
+    if LEFT:
+        start = tl.maximum(0, row0 + shift - left) // BLOCK_N * BLOCK_N
+        full = (tl.maximum(0, row0 + BLOCK_M - 1 + shift - left) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    if MASK != "none":
+        edge = start
+    end = tl.maximum(end, start)
+    edge = tl.maximum(edge, start)
+    full = tl.minimum(tl.maximum(full, start), edge)
+    edge_blocks = (end - edge + BLOCK_N - 1) // BLOCK_N
+    masked_blocks = edge_blocks + (full - start) // BLOCK_N
+
+    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # running maximum, log2 units
+    l = tl.zeros((BLOCK_M,), tl.float32)  # running sum  # noqa: E741
+    acc = ()
+    for i in tl.static_range(len(PARTS_V)):
+        acc = acc + (tl.zeros((BLOCK_M, tl.constexpr(PARTS_V[i])), tl.float32),)
+
+    for i in tl.range(0, masked_blocks, num_stages=STAGES):
+        n = split_block(i, edge, edge_blocks, start, BLOCK_N)
+        offs_n = n + tl.arange(0, BLOCK_N)
+        k = load_parts(k_ptr + n * stride_ks, k_descs, tma_batch, k_row + n, head_k, seq_k - n,
+                       stride_ks, stride_kd, DIM, PARTS, BLOCK_N, TMA)  # fmt: skip
+        s = logits(scores(q, k, PRECISION), scale, softcap, slope, offs_m, offs_n, shift, SOFTCAP, ALIBI)
+        seen, bias = visible_keys(offs_m, offs_n, seq_k, shift, left, right, mask_ptr, seq_q, stride_mm, stride_mn,
+                                  LEFT, RIGHT, MASK)  # fmt: skip
+        s = tl.where(seen, s + bias, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
+        alpha = tl.exp2(m - m_safe)
+        p = tl.exp2(s - m_safe[:, None])
+        l = l * alpha + tl.sum(p, 1)  # noqa: E741
+        m = m_new
+        v = load_parts(v_ptr + n * stride_vs, v_descs, tma_batch, k_row + n, head_k, seq_k - n,
+                       stride_vs, stride_vd, DIM_V, PARTS_V, BLOCK_N, TMA)  # fmt: skip
+        acc = accumulate(rescale(acc, alpha), p, v, PRECISION)
+
+    for n in tl.range(full, edge, BLOCK_N, num_stages=STAGES):
+        k = load_parts(k_ptr + n * stride_ks, k_descs, tma_batch, k_row + n, head_k, None,
+                       stride_ks, stride_kd, DIM, PARTS, BLOCK_N, TMA)  # fmt: skip
+        s = scores(q, k, PRECISION)
+        if PLAIN:
+            m_new = tl.maximum(m, tl.max(s, 1) * scale)
+            p = tl.exp2(s * scale - m_new[:, None])
+        else:
+            offs_n = n + tl.arange(0, BLOCK_N)
+            s = logits(s, scale, softcap, slope, offs_m, offs_n, shift, SOFTCAP, ALIBI)
+            m_new = tl.maximum(m, tl.max(s, 1))
+            p = tl.exp2(s - m_new[:, None])
+        alpha = tl.exp2(m - m_new)
+        l = l * alpha + tl.sum(p, 1)  # noqa: E741
+        m = m_new
+        v = load_parts(v_ptr + n * stride_vs, v_descs, tma_batch, k_row + n, head_k, None,
+                       stride_vs, stride_vd, DIM_V, PARTS_V, BLOCK_N, TMA)  # fmt: skip
+        acc = accumulate(rescale(acc, alpha), p, v, PRECISION)
+
+    if sinks_ptr is not None:  # one more logit per head, without a value
+        sink = tl.load(sinks_ptr + head * stride_sh).to(tl.float32) * LOG2E
+        m_new = tl.maximum(m, sink)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m - m_safe)
+        l = l * alpha + tl.exp2(sink - m_safe)  # noqa: E741
+        acc = rescale(acc, alpha)
+        m = m_new
+
+    inside = offs_m < seq_q
+    if lse_ptr is not None:
+        lse = tl.where(l == 0, float("-inf"), (m + tl.log2(l)) * LN2)
+        lse_ptr += batch * stride_lb + head * stride_lh + q_row
+        tl.store(lse_ptr + offs_m, lse, mask=inside)
+    inverse = 1 / tl.where(l == 0, 1.0, l)
+    o_ptr += batch * stride_ob + (q_row + row0) * stride_os + head * stride_oh
+    o_rows = o_ptr + tl.arange(0, BLOCK_M)[:, None] * stride_os
+    # A hidden key has p = 0, but 0 * Inf and 0 * NaN are NaN: a NaN or Inf in a hidden row of V would reach rows that
+    # may not see it. That is rare and shows as NaN here. The maximum and the sum do not depend on V, so the output
+    # is then made again with care, a few columns at a time.
+    if (masked_blocks > 0) & has_nan(acc):
+        store_careful(
+            o_rows, q, m, inverse, k_ptr, v_ptr, k_descs, mask_ptr, tma_batch, k_row, head_k, start, end,
+            seq_q, seq_k, shift, left, right, scale, softcap, slope, offs_m,
+            stride_ks, stride_kd, stride_vs, stride_vd, stride_mm, stride_mn,
+            DIM, DIM_V, PARTS, BLOCK_M, BLOCK_N, TMA, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, PRECISION,
+        )  # fmt: skip
+    else:
+        store_parts(o_rows, acc, inverse, inside, DIM_V, PARTS_V)
+
+
+def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
+    """Chooses the tile and lays out all of a launch that the signature decides; returns what is left to run."""
+    gpu = gpu or GPUS["h200"]  # the interpreter takes the tiles of a real GPU
+    q, k, v, slopes, sinks, mask, _, _ = tensors
+    tile = chosen_tile(problem, gpu, addressable(k) and addressable(v))
+    launcher = Launcher(forward_kernel, constants(problem, tile), tile.warps, tile.stages)
+
+    blocks_m = -(-problem.seq_q // tile.block_m)
+    total_heads = problem.batch * problem.heads
+    grid = blocks_m * total_heads
+    left, right = problem.band
+    sizes = (problem.seq_q, problem.seq_k, problem.heads, problem.heads // problem.kv_heads, blocks_m,
+             heads_per_section(problem), total_heads, max(left, 0), max(right, 0))  # fmt: skip
+    inputs = (*_strides(q), *_strides(k), *_strides(v))
+    lse_strides = (0, q.shape[0]) if problem.varlen else (problem.heads * problem.seq_q, problem.seq_q)
+    full = (problem.batch, problem.heads, problem.seq_q, problem.seq_k)
+    mask_strides = (0, 0, 0, 0) if mask is None else mask.expand(full).stride()
+    slope_strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
+    sink_stride = 0 if sinks is None else sinks.stride(0)
+    k_boxes, v_boxes = _boxes(k, tile.parts, tile), _boxes(v, tile.parts_v, tile)
+    device = q.device.index
+
+    def run(tensors: Tensors, softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
+        q, k, v, slopes, sinks, mask, cu_q, cu_k = tensors
+        out = empty_output(q, problem.head_dim_v, problem.layout)
+        lse = q.new_empty(lse_shape(q), dtype=torch.float32) if problem.need_lse else None
+        if grid == 0:
+            return out, lse
+        args = (
+            q, k, v, out, lse, *_descriptors(k, k_boxes), *_descriptors(v, v_boxes), mask, slopes, sinks, cu_q, cu_k,
+            *inputs, *_strides(out)[:3], *lse_strides, *mask_strides, *slope_strides, sink_stride,
+            *sizes, softmax_scale * LOG2E.value, softcap * LOG2E.value,
+        )  # fmt: skip
+        if device is None or device == torch.cuda.current_device():
+            launcher(grid, *args)
+        else:
+            with torch.cuda.device(device):
+                launcher(grid, *args)
+        return out, lse
+
+    return run
+
+
+def chosen_tile(problem: AttentionProblem, gpu: Gpu, tma: bool) -> Tile:
+    """The tile in force: the one `use_tile` names, or the cheapest (of the strategy it names)."""
+    forced = override()
+    return forced if isinstance(forced, Tile) else tiles.choose(problem, gpu, tma, forced).tile
+
+
+def constants(problem: AttentionProblem, tile: Tile) -> dict[str, Any]:
+    """The kernel's compile-time arguments, in its order."""
+    left, right = problem.band
+    return {
+        "DIM": problem.head_dim, "DIM_V": problem.head_dim_v, "PARTS": tile.parts, "PARTS_V": tile.parts_v,
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages, "TMA": tile.tma,
+        "LEFT": left >= 0, "RIGHT": right >= 0, "SOFTCAP": problem.softcap, "NEGATIVE": problem.negative_scale,
+        "MASK": problem.mask or "none", "PRECISION": "ieee",
+    }  # fmt: skip
+
+
+def addressable(x: Tensor) -> bool:
+    """Whether TMA can read x: aligned rows of contiguous elements, and no dimension that is empty or repeated."""
+    steps = [s * x.element_size() for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
+    return (
+        x.numel() > 0
+        and x.data_ptr() % 16 == 0
+        and (x.stride(-1) == 1 or x.shape[-1] == 1)
+        and all(step > 0 and step % 16 == 0 for step in steps)
+    )
+
+
+def heads_per_section(problem: AttentionProblem) -> int:
+    """How many heads are worked on side by side: those whose K and V together take about half of an L2.
+
+    Only a band makes rows unequal; without one, a head at a time keeps K and V of the fewest heads in the L2.
+    """
+    heads = problem.batch * problem.heads
+    if problem.band == (-1, -1):
+        return 1
+    kv_bytes = problem.total_k * problem.kv_heads * (problem.head_dim + problem.head_dim_v) * problem.element_bytes
+    return max(1, math.ceil(heads / max(1, round(kv_bytes / 32e6))))
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """(batch, seq, head, dim) strides; a ragged tensor has no batch."""
+    return x.stride() if x.dim() == 4 else (0, *x.stride())
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...], list[int]]
+
+
+def _boxes(x: Tensor, parts: tuple[int, ...], tile: Tile) -> list[Box | None]:
+    """Shape, strides and block shape of a TMA descriptor for every part of x."""
+    if not tile.tma:
+        return [None] * 3
+    shape = tuple(x.shape) if x.dim() == 4 else (1, *x.shape)
+    row = 16 // x.element_size()
+    # a dimension of size 1 is never stepped over, so its stride may be any that TMA accepts
+    strides = tuple(step if n > 1 else -(-shape[-1] // row) * row for n, step in zip(shape, _strides(x), strict=True))
+    boxes: list[Box | None] = [(shape, (*strides[:-1], 1), [1, tile.block_n, 1, part]) for part in parts]
+    return boxes + [None] * (3 - len(parts))
+
+
+def _descriptors(x: Tensor, boxes: list[Box | None]) -> list[Descriptor | None]:
+    return [None if box is None else Descriptor(x, *box) for box in boxes]

@@ -1,0 +1,161 @@
+"""Checks the arguments of an attention call once and describes the call as an `AttentionProblem`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flashkernels.attention.problem import AttentionProblem
+
+DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+LAYOUTS = ("bshd", "bhsd")
+
+
+def described(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float | None, window: tuple[int, int], softcap: float,
+    alibi_slopes: Tensor | None, sinks: Tensor | None, mask: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int = 0, max_seqlen_k: int = 0, need_lse: bool = False, layout: str = "bshd",
+) -> AttentionProblem:  # fmt: skip
+    """The problem that these tensors pose, dense (B, S, H, D) or ragged (total, H, D); raises for what cannot be one."""
+    varlen = cu_seqlens_q is not None
+    _check_qkv(q, k, v, 3 if varlen else 4)
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    if varlen:
+        assert cu_seqlens_q is not None and cu_seqlens_k is not None
+        batch = _check_cu_seqlens(q, cu_seqlens_q, cu_seqlens_k)
+        _check_count("max_seqlen_q", max_seqlen_q)
+        _check_count("max_seqlen_k", max_seqlen_k)
+        seq_q, seq_k = max_seqlen_q, max_seqlen_k
+    else:
+        batch, seq_q, seq_k = q.shape[0], q.shape[1], k.shape[1]
+    _check_numbers(causal, softmax_scale, window, softcap)
+    if alibi_slopes is not None:
+        shapes = ((heads,), (batch, heads))
+        _check_extra("alibi_slopes", alibi_slopes, q, shapes)
+    if sinks is not None:
+        _check_extra("sinks", sinks, q, ((heads,),))
+    if mask is not None:
+        _check_mask(mask, q, (batch, heads, seq_q, seq_k))
+    return AttentionProblem(
+        batch=batch, seq_q=seq_q, seq_k=seq_k, heads=heads, kv_heads=kv_heads,
+        head_dim=q.shape[-1], head_dim_v=v.shape[-1], dtype=DTYPES[q.dtype], causal=causal, window=window,
+        softcap=softcap != 0, negative_scale=softmax_scale is not None and softmax_scale < 0, alibi=alibi_slopes is not None, sinks=sinks is not None,
+        mask=None if mask is None else "bool" if mask.dtype == torch.bool else "float",
+        varlen=varlen, total_q=q.shape[0] if varlen else 0, total_k=k.shape[0] if varlen else 0,
+        need_lse=need_lse, layout=layout, device=q.device.type,
+    )  # fmt: skip
+
+
+def check_cu_values(name: str, cu_seqlens: Tensor, total: int, longest: int) -> None:
+    """The values of cumulative lengths, where they can be read without waiting for a device."""
+    ends = cu_seqlens.tolist()
+    steps = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    if ends[0] != 0 or ends[-1] != total:
+        raise ValueError(f"{name} goes from {ends[0]} to {ends[-1]}; it must go from 0 to {total}, the rows there are")
+    if any(step < 0 for step in steps):
+        raise ValueError(f"{name}={ends} decreases; cumulative lengths cannot")
+    if steps and max(steps) > longest:
+        raise ValueError(f"max_seqlen{name[-2:]}={longest} is less than the longest sequence, {max(steps)}, of {name}")
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
+    shape = "(total, heads, head_dim)" if rank == 3 else "(batch, seq, heads, head_dim) in this order after `layout`"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dim() != rank:
+            raise ValueError(f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; expected {rank}: {shape}")
+    if q.dtype not in DTYPES:
+        raise TypeError(f"q.dtype={q.dtype} is not supported; allowed: {', '.join(map(str, DTYPES))}")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}.dtype={x.dtype} differs from q.dtype={q.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name}.device={x.device} differs from q.device={q.device}")
+    if rank == 4:
+        for name, x in (("k", k), ("v", v)):
+            if x.shape[0] != q.shape[0]:
+                raise ValueError(f"{name} has batch={x.shape[0]}, q has batch={q.shape[0]}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"k has shape {tuple(k.shape)}, v has {tuple(v.shape)}: all but the last size must agree")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k has head_dim={k.shape[-1]}, q has head_dim={q.shape[-1]}")
+    for name, x in (("q", q), ("v", v)):
+        if x.shape[-1] == 0:
+            raise ValueError(f"{name} has head_dim=0; it must be at least 1")
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"heads={heads} of q is not a multiple of kv_heads={kv_heads} of k and v")
+
+
+def _check_cu_seqlens(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> int:
+    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(cu, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(cu).__name__}")
+        if cu.dtype != torch.int32:
+            raise TypeError(f"{name}.dtype={cu.dtype}; it must be torch.int32")
+        if cu.dim() != 1 or cu.shape[0] < 1:
+            raise ValueError(f"{name} has shape {tuple(cu.shape)}; expected (batch + 1,)")
+        if cu.device != q.device:
+            raise ValueError(f"{name}.device={cu.device} differs from q.device={q.device}")
+        if cu.stride(0) != 1 and cu.shape[0] > 1:
+            raise ValueError(f"{name} has stride {cu.stride(0)}; it must be contiguous")
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k has length {cu_seqlens_k.shape[0]}, cu_seqlens_q has {cu_seqlens_q.shape[0]}: both are batch + 1"
+        )
+    return cu_seqlens_q.shape[0] - 1
+
+
+def _check_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}={value!r} must be an int, got {type(value).__name__}")
+    if value < 0:
+        raise ValueError(f"{name}={value} must not be negative")
+
+
+def _check_numbers(causal: bool, softmax_scale: float | None, window: tuple[int, int], softcap: float) -> None:
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal={causal!r} must be a bool, got {type(causal).__name__}")
+    for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+            raise TypeError(f"{name}={value!r} must be a float, got {type(value).__name__}")
+        if isinstance(value, (int, float)) and not math.isfinite(value):
+            raise ValueError(f"{name}={value} must be finite")
+    if softcap < 0:
+        raise ValueError(f"softcap={softcap} must not be negative; 0 turns it off")
+    if len(window) != 2:
+        raise ValueError(f"window={window!r} must be a pair (left, right)")
+    for side in window:
+        if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
+            raise TypeError(f"window={window!r} must hold two ints, got {type(side).__name__}")
+        if side < -1:
+            raise ValueError(f"window={window!r} has a side below -1; -1 means unbounded")
+
+
+def _check_extra(name: str, x: Tensor, q: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"{name}.dtype={x.dtype} must be a floating-point type")
+    if tuple(x.shape) not in shapes:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {' or '.join(map(str, shapes))}")
+    if x.device != q.device:
+        raise ValueError(f"{name}.device={x.device} differs from q.device={q.device}")
+
+
+def _check_mask(mask: Tensor, q: Tensor, full: tuple[int, ...]) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask must be a torch.Tensor, got {type(mask).__name__}")
+    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+        raise TypeError(f"mask.dtype={mask.dtype} must be torch.bool or a floating-point type")
+    if mask.device != q.device:
+        raise ValueError(f"mask.device={mask.device} differs from q.device={q.device}")
+    ends = full[4 - mask.dim() :] if mask.dim() <= 4 else ()
+    if mask.dim() > 4 or any(m not in (1, f) for m, f in zip(mask.shape, ends, strict=True)):
+        raise ValueError(f"mask has shape {tuple(mask.shape)}, which does not broadcast to (B, H, S_q, S_k) = {full}")

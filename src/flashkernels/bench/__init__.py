@@ -1,0 +1,1 @@
+"""Times the ops of this package beside their rivals, after checking that each of them is right."""

@@ -1,0 +1,196 @@
+"""Runs a suite: every contestant is checked against the oracle, then the right ones are timed side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+import flashkernels as fk
+from flashkernels.attention.api import IMPLS
+from flashkernels.attention.cases import Case, inputs
+from flashkernels.attention.triton import tiles
+from flashkernels.bench import check, timing
+from flashkernels.bench.peers import Peer, Unsupported
+from flashkernels.bench.results import Row
+from flashkernels.bench.suites import Suite
+from flashkernels.dispatch import verdicts
+from flashkernels.hardware import Gpu, detect
+from flashkernels.tiling import TilingError, use_tile
+
+HEAT_SECONDS, REHEAT_SECONDS = 1.5, 0.3
+
+
+class BenchError(RuntimeError):
+    """The run cannot go on; the message names the contestant and the case."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Someone to time: ours or a peer. `prepare` gives the call, or raises `Unsupported`."""
+
+    name: str
+    peer: bool
+    prepare: Callable[[Case, tuple[Any, ...], dict[str, Any]], timing.Call]
+
+
+def run(suite: Suite, peers: Sequence[Peer], *, rounds: int = 5) -> Iterator[list[Row]]:
+    """Measures one case after the other and yields its rows."""
+    gpu = detect() if suite.device == "cuda" else None
+    for i, case in enumerate(suite.cases):
+        if gpu:
+            timing.heat(REHEAT_SECONDS if i else HEAT_SECONDS)  # checking and compiling let the chip cool down
+        yield measure(case, suite, [*ours(case, gpu), *theirs(peers)], gpu, rounds)
+
+
+def ours(case: Case, gpu: Gpu | None) -> list[Contestant]:
+    """Our implementations that serve the case. On a GPU the oracle takes part only where nothing else serves;
+    on the CPU the Triton kernel never does, because the time of its interpreter says nothing."""
+    names = [verdict.name for verdict in verdicts(IMPLS, case.problem, gpu) if verdict.reason is None]
+    if gpu is None:
+        names = [name for name in names if name != "triton"]
+    elif len(names) > 1:
+        names.remove("torch")
+    contestants = [Contestant(name, False, partial(_our_call, impl=name)) for name in names]
+    if "triton" in names and gpu and _differs_from_standard(case, gpu):
+        standard = partial(_our_call, impl="triton", strategy="standard")
+        contestants.append(Contestant("triton-standard", False, standard))
+    return contestants
+
+
+def theirs(peers: Sequence[Peer]) -> list[Contestant]:
+    return [Contestant(peer.name, True, peer.prepare) for peer in peers]
+
+
+def launch_cost(device: str) -> float:
+    """CPU microseconds of one eager `fk.attention` call, at a size that costs the device next to nothing."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q = torch.randn(1, 64, 1, 64, device=device, dtype=dtype)
+    return timing.launch_cost(lambda: fk.attention(q, q, q, causal=True), device=device)
+
+
+def measure(case: Case, suite: Suite, contestants: Sequence[Contestant], gpu: Gpu | None, rounds: int) -> list[Row]:
+    """One row a contestant: first everyone is checked, then those who are right take turns under the clock."""
+    args, kwargs = inputs(case, device=suite.device)
+    reference = check.oracle(case, args, kwargs)
+    reference_error = check.relative_error(check.plain(case, args, kwargs), reference)
+    errors: dict[str, float] = {}
+    samplers: dict[str, timing.Sampler] = {}
+    reasons: dict[str, str] = {}
+    for contestant in contestants:
+        name = contestant.name
+        try:
+            call = contestant.prepare(case, args, kwargs)
+            with call.scope():
+                errors[name] = check.relative_error(call.run(), reference)
+            if not errors[name] <= check.tolerance(reference_error):  # a NaN fails too
+                reasons[name] = f"error {errors[name]:.2g} is over {check.tolerance(reference_error):.2g}"
+            else:
+                samplers[name] = timing.sampler(call, device=suite.device, l2=suite.l2, launch=suite.launch)
+        except Unsupported as unsupported:
+            reasons[name] = str(unsupported)
+        except Exception as error:  # someone else's code may raise anything, and must not end the run
+            reasons[name] = _in_words(error)
+            _still_alive(name, case, error)
+    del reference
+    times: dict[str, timing.Times] = {}
+    for name, outcome in timing.interleave(samplers, rounds).items():
+        if isinstance(outcome, timing.Times):
+            times[name] = outcome
+        else:
+            reasons[name] = _in_words(outcome)
+            _still_alive(name, case, outcome)
+
+    rows = []
+    for contestant in contestants:
+        name = contestant.name
+        figures: dict[str, Any] = {"reference_error": reference_error}
+        if errors.get(name, float("nan")) == errors.get(name):
+            figures["error"] = errors[name]
+        if name in times:
+            figures |= _figures(case, times[name], gpu)
+        else:
+            figures |= {"ok": False, "reason": reasons[name]}
+        params = _params(case, suite)
+        rows.append(Row(suite.op, suite.name, case.name, params, impl=name, peer=contestant.peer, **figures))
+    if gpu:
+        samplers.clear()  # graphs hold memory
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _differs_from_standard(case: Case, gpu: Gpu) -> bool:
+    """Whether padding to a power of two is possible, and not what the kernel chooses anyway."""
+    try:
+        chosen, standard = (
+            tiles.choose(case.problem, gpu, gpu.has_tma, strategy).tile for strategy in (None, "standard")
+        )
+    except TilingError:
+        return False
+    return (chosen.parts, chosen.parts_v) != (standard.parts, standard.parts_v)
+
+
+def _our_call(
+    case: Case, args: tuple[Any, ...], kwargs: dict[str, Any], *, impl: str, strategy: str | None = None
+) -> timing.Call:
+    attend = fk.attention_varlen if case.lengths else fk.attention
+    scope = partial(use_tile, strategy) if strategy else nullcontext
+    return timing.Call(lambda: attend(*args, impl=impl, **kwargs), scope)
+
+
+def _figures(case: Case, times: timing.Times, gpu: Gpu | None) -> dict[str, Any]:
+    seconds, flops, traffic = times.p50 / 1e3, case.flops(), case.problem.bytes()
+    figures: dict[str, Any] = {
+        "ms_p50": times.p50,
+        "ms_p99": times.p99,
+        "tflops": flops / seconds / 1e12,
+        "tbps": traffic / seconds / 1e12,
+    }
+    if gpu:
+        compute, memory = flops / gpu.peak[case.problem.dtype], traffic / gpu.bandwidth
+        figures |= {"roofline": max(compute, memory) / seconds, "bound": "compute" if compute >= memory else "memory"}
+    return figures
+
+
+def _params(case: Case, suite: Suite) -> dict[str, Any]:
+    """Everything that changes the figure; features that a case does not use are left out."""
+    p = case.problem
+    params: dict[str, Any] = {"batch": p.batch, "seq": p.seq_q}
+    if p.seq_k != p.seq_q:
+        params["seq_k"] = p.seq_k
+    params |= {"heads": p.heads, "kv_heads": p.kv_heads, "head_dim": p.head_dim}
+    if p.head_dim_v != p.head_dim:
+        params["head_dim_v"] = p.head_dim_v
+    params["causal"] = p.causal
+    features = {
+        "window": list(p.window) if p.window != (-1, -1) else None,
+        "softcap": case.softcap,
+        "alibi": p.alibi,
+        "sinks": p.sinks,
+        "mask": p.mask,
+        "lengths": list(case.lengths),
+    }
+    params |= {name: value for name, value in features.items() if value}
+    return params | {"dtype": p.dtype, "launch": suite.launch, "l2": suite.l2}
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    first = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {first}"[:300]
+
+
+def _still_alive(name: str, case: Case, error: Exception) -> None:
+    """An illegal access breaks the CUDA context for everyone: then no later figure would mean anything."""
+    if not torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError as broken:
+        raise BenchError(f"{name} on {case.name} has broken the CUDA context: {error}") from broken

@@ -1,0 +1,46 @@
+"""What can be benchmarked: the suites of each op, and how each is timed unless the user says otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashkernels.attention import cases as attention
+from flashkernels.bench.timing import L2, Launch
+
+OPS = {"attention": attention}
+
+# Small problems are launch-bound in eager mode, so the scaling grid replays graphs.
+LAUNCH: dict[str, tuple[Launch, L2]] = {"scaling": ("graph", "warm")}
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The cases to run, and how."""
+
+    op: str
+    name: str
+    cases: tuple[attention.Case, ...]
+    device: str  # "cuda" or "cpu"
+    launch: Launch
+    l2: L2
+
+
+def suite(
+    op: str, name: str, *, device: str = "cuda", quick: bool = False, launch: Launch | None = None, l2: L2 | None = None
+) -> Suite:
+    """A suite by name. A CPU has no graphs and its caches are left alone, so it takes "eager" and "warm" only.
+
+    >>> scaling = suite("attention", "scaling")
+    >>> len(scaling.cases), scaling.launch, scaling.l2
+    (13, 'graph', 'warm')
+    """
+    if op not in OPS:
+        raise ValueError(f"op={op!r} is not one of {', '.join(map(repr, OPS))}")
+    if device == "cpu":
+        if launch == "graph" or l2 == "cold":
+            raise ValueError(f"launch={launch!r}, l2={l2!r}: on the CPU only 'eager' and 'warm' are possible")
+        default: tuple[Launch, L2] = ("eager", "warm")
+    else:
+        default = LAUNCH.get(name, ("eager", "cold"))
+    chosen = OPS[op].suite(name, device=device, quick=quick)
+    return Suite(op, name, chosen, device, launch or default[0], l2 or default[1])

@@ -1,0 +1,183 @@
+"""Times callables so that their figures can be compared.
+
+A warm chip is slower than a cold one and a shared machine has moods. So the chip is heated first, the contestants take
+turns in several rounds whose order alternates, and a figure is the median over all calls of all rounds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+L2 = Literal["cold", "warm"]
+Launch = Literal["eager", "graph"]
+Sampler = Callable[[], list[float]]  # one round of a contestant: milliseconds of each call
+
+GPU_ROUND_MS, CPU_ROUND_MS = 60.0, 4.0
+GRAPH_MS = 2.0  # calls captured in one graph fill about this long, so that the replay's own cost vanishes
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is timed: a function without arguments, and the scope it runs in, entered once a round, off the clock."""
+
+    run: Callable[[], Any]
+    scope: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of each call; under a warm graph replay each figure is the mean over the calls of one graph."""
+
+    ms: tuple[float, ...]
+
+    @property
+    def p50(self) -> float:
+        return float(np.percentile(self.ms, 50))
+
+    @property
+    def p99(self) -> float:
+        return float(np.percentile(self.ms, 99))
+
+
+def interleave(samplers: Mapping[str, Sampler], rounds: int) -> dict[str, Times | Exception]:
+    """Lets the contestants take turns; every other round runs in the reverse order. One that raises is out."""
+    ms: dict[str, list[float]] = {name: [] for name in samplers}
+    failed: dict[str, Times | Exception] = {}
+    for i in range(rounds):
+        for name in list(samplers) if i % 2 == 0 else reversed(list(samplers)):
+            if name in failed:
+                continue
+            try:
+                ms[name] += samplers[name]()
+            except Exception as error:  # such as out of memory, beside the others
+                failed[name] = error
+    return {name: Times(tuple(values)) for name, values in ms.items()} | failed
+
+
+def sampler(call: Call, *, device: str, l2: L2, launch: Launch) -> Sampler:
+    """A function that times one round of `call`; warm-up, the estimate and the capture of a graph happen here."""
+    if device == "cpu":
+        return _cpu_sampler(call)
+    return _gpu_sampler(call, l2, launch)
+
+
+def repetitions(budget_ms: float, call_ms: float) -> int:
+    """How often a call fits into the budget: at least once, at most 1000 times.
+
+    >>> repetitions(60, 0.5), repetitions(60, 200), repetitions(60, 0.0)
+    (120, 1, 1000)
+    """
+    return max(1, min(1000, round(budget_ms / max(call_ms, 1e-6))))
+
+
+def heat(seconds: float) -> None:
+    """Loads the GPU with matrix products, so that the clocks have settled when timing starts."""
+    import torch
+
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for _ in range(8):
+            a @ a
+        torch.cuda.synchronize()
+
+
+def launch_cost(run: Callable[[], Any], *, device: str, calls: int = 100, batches: int = 11) -> float:
+    """CPU microseconds of one eager call: the median over batches of calls that are not waited for.
+
+    Give it a tiny problem: the GPU must drain its queue faster than the CPU fills it.
+    """
+    costs = []
+    for _ in range(batches):
+        _synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        costs.append((time.perf_counter() - start) / calls * 1e6)
+    _synchronize(device)
+    return statistics.median(costs[1:])  # the first batch warms caches and may compile
+
+
+def _cpu_sampler(call: Call) -> Sampler:
+    def once() -> float:
+        start = time.perf_counter()
+        call.run()
+        return (time.perf_counter() - start) * 1e3
+
+    with call.scope():
+        once()
+        calls = repetitions(CPU_ROUND_MS, once())
+
+    def sample() -> list[float]:
+        with call.scope():
+            return [once() for _ in range(calls)]
+
+    return sample
+
+
+def _gpu_sampler(call: Call, l2: L2, launch: Launch) -> Sampler:
+    import torch
+
+    def timed(work: Callable[[], Any], times: int, before: Callable[[], Any]) -> list[float]:
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(times)]
+        for start, end in events:
+            before()
+            start.record()
+            work()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in events]
+
+    def nothing() -> None:
+        pass
+
+    with call.scope():
+        call.run()
+        call_ms = min(timed(call.run, 3, nothing))
+        if launch == "graph":
+            # One call a graph when the cache is flushed between calls; else many, as one replay costs microseconds.
+            inside = 1 if l2 == "cold" else min(100, repetitions(GRAPH_MS, call_ms))
+            work, outside = _capture(call.run, inside).replay, repetitions(GPU_ROUND_MS, call_ms * inside)
+        else:
+            inside, work, outside = 1, call.run, repetitions(GPU_ROUND_MS, call_ms)
+    flush: Callable[[], Any] = nothing
+    if l2 == "cold":
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        flush = torch.empty(2 * properties.L2_cache_size, dtype=torch.uint8, device="cuda").zero_
+
+    def sample() -> list[float]:
+        with call.scope():
+            return [ms / inside for ms in timed(work, outside, flush)]
+
+    return sample
+
+
+def _capture(run: Callable[[], Any], calls: int) -> Any:
+    """A CUDA graph of `calls` calls, captured on a side stream after a warm-up on it."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(calls):
+            run()
+    return graph
+
+
+def _synchronize(device: str) -> None:
+    if device != "cpu":
+        import torch
+
+        torch.cuda.synchronize()

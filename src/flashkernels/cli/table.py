@@ -1,0 +1,98 @@
+"""`flashkernels table`: writes the measured tables of a Markdown file from committed results, never by hand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashkernels.bench.results import Results, Row, fastest, read, write
+
+BLOCK = re.compile(r"<!-- table:(\w+) -->\n.*?<!-- /table -->", re.DOTALL)
+KINDS = ("full", "causal")
+
+
+def table(
+    results: Annotated[list[Path], typer.Argument(help="JSON files of `flashkernels bench`.")],
+    into: Annotated[Path, typer.Option(help="The Markdown file with the markers.")],
+    check: Annotated[bool, typer.Option("--check", help="Change nothing; exit 1 if the file is out of date.")] = False,
+) -> None:
+    """Regenerate the tables between `<!-- table:headdims -->` and `<!-- /table -->`."""
+    measured: dict[str, Results] = {}
+    for path in results:
+        one = read(path)
+        for suite in {row.suite for row in one.rows}:
+            if suite in measured:
+                raise ValueError(f"{path}: the suite {suite!r} is in another of the files too")
+            measured[suite] = one
+    text = into.read_text(encoding="utf-8")
+    updated = fill(text, measured, into)
+    if check and updated != text:
+        typer.echo(f"{into} is out of date: run this command without --check", err=True)
+        raise typer.Exit(1)
+    if updated != text:
+        write(into, updated)
+    typer.echo(f"{into} is up to date")
+
+
+def fill(text: str, measured: dict[str, Results], where: Path) -> str:
+    """The text with each block replaced by the table of its suite."""
+
+    def block(match: re.Match[str]) -> str:
+        suite = match[1]
+        if suite not in TABLES:
+            raise ValueError(f"{where}: table:{suite} is not one of {', '.join(TABLES)}")
+        if suite not in measured:
+            raise ValueError(f"{where} has a block table:{suite}, but no results file has that suite")
+        return f"<!-- table:{suite} -->\n{TABLES[suite](measured[suite])}\n<!-- /table -->"
+
+    updated, blocks = BLOCK.subn(block, text)
+    if not blocks:
+        raise ValueError(f"{where} has no block between '<!-- table:SUITE -->' and '<!-- /table -->'")
+    return updated
+
+
+def headdims(results: Results) -> str:
+    """TFLOPS by head dimension, full / causal, and what they are over cuDNN and over padding to a power of two."""
+    rows: dict[tuple[int, str], list[Row]] = {}
+    for row in results.rows:
+        if row.suite == "headdims":
+            kind = "causal" if row.params["causal"] else "full"
+            rows.setdefault((row.params["head_dim"], kind), []).append(row)
+
+    lines = [
+        "| D | ours | cuDNN | SDPA flash | ours over cuDNN | ours over padding (`standard`) |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for d in sorted({d for d, _ in rows}):
+        pair = [rows.get((d, kind), []) for kind in KINDS]
+        ours = [fastest(group, peer=False) for group in pair]
+        rivals = ("sdpa-cudnn", "sdpa-flash", "triton-standard")
+        cudnn, flash, standard = ([_named(group, impl) for group in pair] for impl in rivals)
+        cells = [_figures(ours), _figures(cudnn), _figures(flash), _ratios(ours, cudnn), _ratios(ours, standard)]
+        lines.append(f"| {d} | {' | '.join(cells)} |")
+    meta, params = results.meta, next(iter(rows.values()))[0].params
+    caption = (
+        f"TFLOPS, full / causal. {params['dtype']}, B={params['batch']}, S={params['seq']}, H=round(2048/D), "
+        f"{params['launch']} launches, {params['l2']} L2. {meta['gpu'] or meta['cpu']}, {meta['date'][:10]}, "
+        f"commit {(meta['commit'] or 'unknown')[:10]}, torch {meta['torch']}."
+    )
+    return "\n".join([*lines, "", caption])
+
+
+TABLES = {"headdims": headdims}
+
+
+def _named(rows: list[Row], impl: str) -> Row | None:
+    return next((row for row in rows if row.impl == impl and row.ok), None)
+
+
+def _figures(pair: list[Row | None]) -> str:
+    return " / ".join("-" if row is None else f"{row.tflops:.0f}" for row in pair)
+
+
+def _ratios(ours: list[Row | None], theirs: list[Row | None]) -> str:
+    ratios = [b.seconds / a.seconds if a and b else None for a, b in zip(ours, theirs, strict=True)]
+    return "-" if ratios == [None, None] else " / ".join("-" if r is None else f"{r:.2f}x" for r in ratios)

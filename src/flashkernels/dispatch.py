@@ -1,0 +1,78 @@
+"""Chooses the implementation that serves a problem, and says why.
+
+An op lists its implementations, best first, in a table of `Impl` rows. The first row that does not reject the
+problem serves it. Nothing falls back silently: naming an implementation that cannot serve raises, with its reason.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from flashkernels.hardware import Gpu
+
+log = logging.getLogger("flashkernels.dispatch")
+
+
+class UnsupportedError(ValueError):
+    """No implementation, or not the one asked for, can serve this call; the message has the reason."""
+
+
+Answer = Callable[[Any, "Gpu | None"], "str | None"]
+
+
+def _never(problem: Any, gpu: Gpu | None) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Impl:
+    """One row of an op's table: a name, the module that implements it, and the words with which it declines.
+
+    `rejects` says why it cannot serve a problem. `defers` says why "auto" should leave one that it could serve to a
+    later row. Both return None where there is no such reason.
+    """
+
+    name: str
+    module: str
+    rejects: Answer = _never
+    defers: Answer = _never
+
+    def load(self) -> ModuleType:
+        return importlib.import_module(self.module)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one implementation says to a problem: `reason` is None where it can serve."""
+
+    name: str
+    reason: str | None
+
+
+def verdicts(impls: Sequence[Impl], problem: Any, gpu: Gpu | None) -> list[Verdict]:
+    """Every implementation's answer, in the order of preference."""
+    return [Verdict(impl.name, impl.rejects(problem, gpu) or impl.defers(problem, gpu)) for impl in impls]
+
+
+def select(impls: Sequence[Impl], problem: Any, gpu: Gpu | None, name: str = "auto") -> Impl:
+    """The implementation called `name`, or with "auto" the first that does not reject the problem."""
+    names = [impl.name for impl in impls]
+    if name != "auto" and name not in names:
+        raise ValueError(f"impl={name!r} is not one of 'auto', {', '.join(map(repr, names))}")
+    refusals = []
+    for impl in impls:
+        if name not in ("auto", impl.name):
+            continue
+        reason = impl.rejects(problem, gpu)
+        if reason is None and name == "auto":
+            reason = impl.defers(problem, gpu)
+        if reason is None:
+            log.info("%s serves %s%s", impl.name, problem, f" ({'; '.join(refusals)})" if refusals else "")
+            return impl
+        refusals.append(f"{impl.name}: {reason}")
+    raise UnsupportedError(f"impl={name!r} cannot serve this call: {'; '.join(refusals)}")

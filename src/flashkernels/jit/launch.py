@@ -1,0 +1,53 @@
+"""Launches Triton kernels without paying for the JIT's argument handling on every call.
+
+`JITFunction.__getitem__` hashes every argument to find the compiled kernel: tens of microseconds. A `Launcher` does
+that once. The caller promises that later calls agree with the first in everything Triton specialises on (dtypes,
+16-byte alignment of pointers, exact values of strides, which arguments are None); the ops' plan keys guarantee it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in its CPU interpreter (TRITON_INTERPRET=1) in this process."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+class Descriptor:
+    """What Triton's launcher reads of a tensor descriptor. Made per call: cheaper than the validated original."""
+
+    __slots__ = ("base", "block_shape", "padding", "shape", "strides")
+
+    def __init__(self, base: Any, shape: tuple[int, ...], strides: tuple[int, ...], block_shape: list[int]) -> None:
+        self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
+        self.padding = "zero"
+
+
+class Launcher:
+    """A kernel with its compile-time arguments; the first call compiles and checks, the following ones only launch."""
+
+    def __init__(self, kernel: Any, constants: dict[str, Any], warps: int, stages: int) -> None:
+        self.kernel, self.constants = kernel, constants
+        self.options = {"num_warps": warps, "num_stages": stages}
+        self.compiled: Any = None
+
+    def __call__(self, grid: int, *args: Any) -> None:
+        """Runs `grid` programs. `args` are the kernel's arguments in order, without its constants (which come last)."""
+        if self.compiled is None:
+            compiled = self.kernel[(grid,)](*map(_validated, args), **self.constants, **self.options)
+            if not interpreting():
+                self.compiled = compiled
+            return
+        self.compiled[(grid, 1, 1)](*args, *self.constants.values())
+
+
+def _validated(arg: Any) -> Any:
+    """Triton's JIT and interpreter want its own descriptor class, which checks what it is given."""
+    if not isinstance(arg, Descriptor):
+        return arg
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(arg.base, list(arg.shape), list(arg.strides), arg.block_shape)

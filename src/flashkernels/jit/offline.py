@@ -1,0 +1,64 @@
+"""Compiles Triton kernels for a GPU that is not there, and reads what the machine code needs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel uses, from its machine code."""
+
+    shared: int
+    registers: int
+    spills: int  # bytes of local memory a thread
+    sass: str
+
+    def count(self, opcode: str) -> int:
+        """How many instructions of this name the machine code has, e.g. HGMMA, UTMALDG, LDL."""
+        return len(re.findall(rf"\b{opcode}\b", self.sass))
+
+
+def compile_for(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: set[str], cc: int, warps: int, stages: int
+) -> Resources:
+    """Compiles `kernel` for compute capability `cc` (80, 89, 90, 100, 120). Needs no GPU.
+
+    `types` gives the Triton type of every runtime argument ("*bf16", "i32", "tensordesc<bf16[1,128,1,64]>"), `constants`
+    the compile-time values, `aligned` the arguments that are multiples of 16, as the JIT would find out at run time.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(kernel, signature, constants, attrs)
+    options = {"num_warps": warps, "num_stages": stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options=options)
+    return _resources(compiled.asm["cubin"], compiled.metadata.shared)
+
+
+def _resources(cubin: bytes, shared: int) -> Resources:
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _output(tools / "cuobjdump", "-res-usage", file.name)
+        sass = _output(tools / "nvdisasm", "-c", file.name)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    if found is None:
+        raise RuntimeError(f"cuobjdump -res-usage gave no resource line: {usage!r}")
+    return Resources(shared, int(found[1]), int(found[2]), sass)
+
+
+def _output(*command: object) -> str:
+    return subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,79 @@
+"""The named shapes: what the suites promise, and inputs that fit them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashkernels as fk
+from flashkernels.attention.cases import HEAD_DIMS, QUICK_ON_GPU, SUITES, Case, inputs, suite
+
+TINY = [case for name in SUITES for case in suite(name, device="cpu", quick=True)]
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_names_are_unique_within_a_suite(name: str) -> None:
+    names = [case.name for case in suite(name)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_quick_on_the_cpu_has_the_same_names_and_features(name: str) -> None:
+    def features(case: Case) -> tuple[object, ...]:
+        p = case.problem
+        return case.name, p.head_dim, p.head_dim_v, p.causal, case.softcap, p.mask, p.varlen, p.heads // p.kv_heads
+
+    assert [*map(features, suite(name, device="cpu", quick=True))] == [*map(features, suite(name))]
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_quick_on_a_gpu_takes_some_full_cases(name: str) -> None:
+    full, quick = suite(name), suite(name, quick=True)
+    assert set(quick) < set(full)
+    assert len(quick) == len(QUICK_ON_GPU[name])
+
+
+def test_headdims_has_every_dimension_full_and_causal() -> None:
+    dims = [*range(32, 257, 8), 512]
+    assert list(HEAD_DIMS) == dims
+    assert [c.name for c in suite("headdims")] == [f"d{d}-{kind}" for d in dims for kind in ("full", "causal")]
+    d72 = next(case.problem for case in suite("headdims") if case.name == "d72-causal")
+    assert (d72.batch, d72.seq_q, d72.heads, d72.dtype, d72.causal) == (4, 4096, 28, "bf16", True)
+
+
+def test_scaling_is_the_grid_of_thirteen_in_fp16() -> None:
+    problems = [case.problem for case in suite("scaling")]
+    assert len(problems) == 13
+    assert {(p.dtype, p.causal) for p in problems} == {("fp16", False)}
+
+
+def test_seqlens_keeps_the_tokens_constant() -> None:
+    assert {case.problem.total_q for case in suite("seqlens")} == {16384}
+
+
+def test_flops_of_a_ragged_batch_count_its_true_lengths() -> None:
+    ragged = next(case for case in suite("features") if case.name == "d64-varlen")
+    pairs = sum(n * (n + 1) // 2 for n in ragged.lengths)
+    assert ragged.flops() == 4 * ragged.problem.heads * pairs * 64
+    assert len(ragged.lengths) == 16
+
+
+@pytest.mark.parametrize("case", TINY[::7] + list(suite("features", device="cpu", quick=True)), ids=lambda c: c.name)
+def test_inputs_fit_the_public_function(case: Case) -> None:
+    args, kwargs = inputs(case, device="cpu", dtype=torch.float32)
+    attend = fk.attention_varlen if case.lengths else fk.attention
+    out = attend(*args, impl="torch", **kwargs)
+    assert isinstance(out, torch.Tensor)
+    assert out.shape == (*args[0].shape[:-1], case.problem.head_dim_v)
+    assert out.isfinite().all()
+
+
+def test_the_same_seed_gives_the_same_inputs() -> None:
+    first, again, other = (inputs(TINY[0], device="cpu", seed=seed)[0][0] for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_an_unknown_suite_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="suite='nonsense' is not one of 'headdims'"):
+        suite("nonsense")

@@ -1,0 +1,190 @@
+"""`flashkernels bench` and `flashkernels table`, run for real on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+import flashkernels as fk
+from flashkernels.attention.cases import Case
+from flashkernels.bench import runner
+from flashkernels.bench.results import Row, read
+from flashkernels.cli.bench import bench
+from flashkernels.cli.table import table
+
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"FLASHKERNELS_COMMIT": "abc123"}
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """The command takes one thread on the CPU; the other tests keep theirs."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flashkernels", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+
+
+@pytest.mark.parametrize("suite", ["headdims", "scaling", "seqlens", "features"])
+def test_quick_run_writes_all_its_files(suite: str, tmp_path: Path) -> None:
+    files = [tmp_path / f"results.{kind}" for kind in ("json", "csv", "html")]
+    options = [text for path in files for text in (f"--{path.suffix[1:]}", str(path))]
+    done = run("bench", "attention", "--suite", suite, "--quick", "--device", "cpu", "--rounds", "1", *options)
+    assert done.returncode == 0, done.stderr
+    results = read(files[0])
+    assert results.meta["commit"] == "abc123"
+    assert (results.meta["gpu"], results.meta["quick"]) == (None, True)
+    assert {row.suite for row in results.rows} == {suite}
+    assert all(row.ok for row in results.rows if not row.peer)
+    assert files[1].read_text().count("\n") == len(results.rows) + 1
+    assert all(case in files[2].read_text() for _, case in results.cases())
+    assert "checks of ours against the oracle passed" in done.stdout
+    assert "microseconds of CPU time" in done.stdout
+    assert all(case in done.stdout for _, case in results.cases())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_full_sizes_are_refused() -> None:
+    done = run("bench", "attention")
+    assert done.returncode == 2
+    assert "pass --quick" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--suite", "nonsense"], "suite='nonsense' is not one of 'headdims'"),
+        (["--filter", "d73"], "filter='d73' matches no case of the suite 'headdims'"),
+        (["--peers", "fa5"], "peers='fa5' is not one of"),
+        (["--peers", "sdpa-cudnn"], "peer sdpa-cudnn: needs a CUDA device"),
+        (["--launch", "graph"], "on the CPU only 'eager' and 'warm' are possible"),
+    ],
+    ids=lambda value: value[1] if isinstance(value, list) else "",
+)
+def test_bad_options_are_refused_by_name(options: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bench("attention", **{"suite": "headdims", "quick": True, "device": "cpu"} | parsed(options))  # type: ignore[arg-type]
+
+
+def parsed(options: list[str]) -> dict[str, Any]:
+    return dict(zip((name.removeprefix("--") for name in options[::2]), options[1::2], strict=True))
+
+
+def test_a_wrong_implementation_makes_the_exit_code_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = fk.attention
+
+    def wrong(*args: Any, impl: str = "auto", **kwargs: Any) -> Any:
+        out = right(*args, impl=impl, **kwargs)
+        return 1.1 * out if impl == "sdpa" else out  # type: ignore[operator]
+
+    monkeypatch.setattr("flashkernels.bench.runner.fk", type("fk", (), {"attention": staticmethod(wrong)}))
+    with pytest.raises(typer.Exit) as stop:
+        bench("attention", quick=True, device="cpu", filter="d72", peers="none", rounds=1, json=tmp_path / "r.json")
+    assert stop.value.exit_code == 1
+    assert "FAILED sdpa on d72-full: error 0.1" in capsys.readouterr().out
+    failed = [row for row in read(tmp_path / "r.json").rows if not row.ok]
+    assert {(row.impl, row.case) for row in failed} == {("sdpa", "d72-full"), ("sdpa", "d72-causal")}
+
+
+def test_a_broken_run_keeps_what_it_has_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure = runner.measure
+
+    def breaking(case: Case, *arguments: Any) -> list[Row]:
+        if case.name == "d72-causal":
+            raise runner.BenchError("fa4 on d72-causal has broken the CUDA context")
+        return measure(case, *arguments)
+
+    monkeypatch.setattr(runner, "measure", breaking)
+    with pytest.raises(typer.Exit) as stop:
+        bench("attention", quick=True, device="cpu", filter="d72", peers="none", rounds=1, json=tmp_path / "r.json")
+    assert stop.value.exit_code == 1
+    assert "error: fa4 on d72-causal" in capsys.readouterr().err
+    assert {row.case for row in read(tmp_path / "r.json").rows} == {"d72-full"}
+
+
+def results_file(path: Path) -> Path:
+    def row(impl: str, d: int, causal: bool, tflops: float) -> dict[str, Any]:
+        params = {"batch": 4, "seq": 4096, "heads": 28, "kv_heads": 28, "head_dim": d, "causal": causal}
+        params |= {"dtype": "bf16", "launch": "eager", "l2": "cold"}
+        case = f"d{d}-{'causal' if causal else 'full'}"
+        head = {"op": "attention", "suite": "headdims", "case": case, "params": params, "impl": impl}
+        figures = {"ms_p50": 100 / tflops, "ms_p99": 1.0, "tflops": tflops, "tbps": 0.1, "roofline": 0.4}
+        return (
+            head
+            | figures
+            | {"peer": "sdpa" in impl, "bound": "compute", "error": 0.0, "reference_error": 0.0, "ok": True}
+        )
+
+    rows = [row("triton", 72, False, 382), row("triton-standard", 72, False, 294), row("sdpa-cudnn", 72, False, 349)]
+    rows += [row("triton", 72, True, 339), row("sdpa-cudnn", 72, True, 315), row("sdpa-flash", 72, True, 216)]
+    rows += [row("triton", 64, False, 476)]
+    meta = {"gpu": "NVIDIA H200", "driver": "580", "torch": "2.11.0", "triton": "3.6.0", "flashkernels": "0.1.0"}
+    meta |= {"commit": "0123456789abcdef", "date": "2026-11-15T12:00:00+00:00"}
+    path.write_text(json.dumps({"meta": meta, "rows": rows}))
+    return path
+
+
+@pytest.fixture
+def readme(tmp_path: Path) -> Path:
+    path = tmp_path / "README.md"
+    path.write_text("# Title\n\n<!-- table:headdims -->\nstale\n<!-- /table -->\n\nThe end.\n")
+    return path
+
+
+def test_table_fills_the_block_and_nothing_else(readme: Path, tmp_path: Path) -> None:
+    table([results_file(tmp_path / "r.json")], into=readme)
+    text = readme.read_text()
+    assert text.startswith("# Title\n\n<!-- table:headdims -->\n| D |")
+    assert text.endswith("<!-- /table -->\n\nThe end.\n")
+    assert "stale" not in text
+    assert "| 64 | 476 / - | - / - | - / - | - | - |" in text
+    assert "| 72 | 382 / 339 | 349 / 315 | - / 216 | 1.09x / 1.08x | 1.30x / - |" in text
+    assert "NVIDIA H200, 2026-11-15, commit 0123456789, torch 2.11.0." in text
+
+
+def test_check_tells_whether_the_file_is_up_to_date(readme: Path, tmp_path: Path) -> None:
+    results = results_file(tmp_path / "r.json")
+    before = readme.read_text()
+    with pytest.raises(typer.Exit) as stop:
+        table([results], into=readme, check=True)
+    assert stop.value.exit_code == 1
+    assert readme.read_text() == before
+    table([results], into=readme)
+    table([results], into=readme, check=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no block", "has no block between"),
+        ("<!-- table:other -->\n<!-- /table -->", "table:other is not one of headdims"),
+    ],
+    ids=["no-block", "unknown-suite"],
+)
+def test_table_refuses_a_file_it_cannot_fill(text: str, message: str, readme: Path, tmp_path: Path) -> None:
+    readme.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        table([results_file(tmp_path / "r.json")], into=readme)
+
+
+def test_table_refuses_the_same_suite_twice(readme: Path, tmp_path: Path) -> None:
+    results = results_file(tmp_path / "r.json")
+    with pytest.raises(ValueError, match="'headdims' is in another of the files too"):
+        table([results, results], into=readme)
