@@ -95,8 +95,6 @@ def attention(
         q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.dim() == 4 else x for x in (q, k, v))
     elif layout != "bshd":
         raise ValueError(f"layout={layout!r} is not one of {', '.join(map(repr, LAYOUTS))}")
-    if isinstance(mask, Tensor) and mask.dim() < 4:
-        mask = mask[(None,) * (4 - mask.dim())]
     out, lse = _call(
         Tensors(q, k, v, alibi_slopes, sinks, mask), 0, 0, causal, softmax_scale, window, softcap, layout,
         return_lse, impl,
@@ -160,9 +158,11 @@ _plans: dict[tuple[Any, ...], Run] = {}
 MOST_PLANS = 4096
 
 
-def _signature(x: Tensor | None) -> tuple[Any, ...] | None:
-    """All that a plan may depend on, of one tensor. Alignment matters to TMA and to vector loads."""
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
+def _signature(tensors: Tensors) -> tuple[Any, ...]:
+    """All that a plan may depend on, of the tensors. Alignment matters to TMA and to vector loads."""
+    return tuple(
+        [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors]
+    )
 
 
 def _plan(
@@ -183,8 +183,12 @@ def _run(
     tensors: Tensors, max_q: int, max_k: int, causal: bool, softmax_scale: float | None, window: tuple[int, int],
     softcap: float, layout: str, need_lse: bool, impl: str,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    signature = tuple(map(_signature, tensors))
-    key = (signature, max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, override())
+    # 1, 1.0 and True are equal, but not equally valid: types are part of the key
+    types = (type(max_q), type(max_k), type(causal), type(softmax_scale), type(softcap), *map(type, window))
+    key = (
+        _signature(tensors), max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, types,
+        override(),
+    )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
         plan = _plan(tensors, max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl)
@@ -203,12 +207,15 @@ def _call(
     softcap: float, layout: str, need_lse: bool, impl: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Straight to the kernel where nothing watches; through the registered op under compile, autograd and modes."""
-    q = tensors.q
-    if isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type):
-        tensors = _autocast(tensors)
-    window = tuple(window) if isinstance(window, (list, tuple)) else window
-    if not torch.compiler.is_compiling() and _unwatched(tensors):
-        return _run(tensors, max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl)  # type: ignore[return-value]
+    if isinstance(window, list):
+        window = tuple(window)
+    settings = (max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl)
+    device = tensors.q.device.type if isinstance(tensors.q, Tensor) else ""
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return _call(_autocast(tensors, device), *settings)
+    if not torch.compiler.is_compiling() and isinstance(window, tuple) and _unwatched(tensors):
+        return _run(tensors, *settings)  # type: ignore[return-value]
     described(
         *tensors[:3], causal=causal, softmax_scale=softmax_scale, window=window, softcap=softcap,
         alibi_slopes=tensors.alibi_slopes, sinks=tensors.sinks, mask=tensors.mask, cu_seqlens_q=tensors.cu_seqlens_q,
@@ -225,18 +232,18 @@ def _unwatched(tensors: Tensors) -> bool:
         if x is None:
             continue
         if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
-            return not isinstance(x, Tensor)  # not a tensor at all: let the validation say so
-        if grad and x.requires_grad:
+            return False
+        if x.is_meta or (grad and x.requires_grad):
             return False
     return not is_in_torch_dispatch_mode() and torch._C._functorch.maybe_current_level() is None
 
 
-def _autocast(tensors: Tensors) -> Tensors:
+def _autocast(tensors: Tensors, device: str) -> Tensors:
     """Under autocast, q, k and v take its 16-bit type, as torch's own attention does."""
-    dtype = torch.get_autocast_dtype(tensors.q.device.type)
-    cast = [x.to(dtype) if isinstance(x, Tensor) and x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x
-            for x in tensors[:3]]  # fmt: skip
-    return tensors._replace(q=cast[0], k=cast[1], v=cast[2])
+    dtype = torch.get_autocast_dtype(device)
+    castable = (torch.float32, torch.float16, torch.bfloat16)
+    q, k, v = (x.to(dtype) if isinstance(x, Tensor) and x.dtype in castable else x for x in tensors[:3])
+    return tensors._replace(q=q, k=k, v=v)
 
 
 # --- the registered op: schema, fake and autograd, for torch.compile, torch.export and training

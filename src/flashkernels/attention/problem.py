@@ -31,7 +31,7 @@ class AttentionProblem:
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
     softcap: bool = False
-    negative_scale: bool = False
+    positive_scale: bool = True
     alibi: bool = False
     sinks: bool = False
     mask: str | None = None  # None, "bool" or "float"

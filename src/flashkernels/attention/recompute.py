@@ -72,13 +72,14 @@ def add_gradients(
 
     q, do = heads_first(tensors.q, chunk.rows), heads_first(grad_out, chunk.rows)
     k, v = (heads_first(x, chunk.keys).repeat_interleave(group, 0) for x in tensors[1:3])
-    slopes, mask = tensors.alibi_slopes, tensors.mask
+    slopes, mask, grad_mask = tensors.alibi_slopes, tensors.mask, grads[5]
     if slopes is not None and slopes.dim() == 2:
         slopes = slopes[chunk.batch]
-    mask_at = ()
     if mask is not None:
-        mask_at = (chunk.batch if mask.shape[0] > 1 else 0, slice(None), chunk.rows if mask.shape[2] > 1 else slice(None))
-        mask = mask[mask_at]
+        mask = mask[(None,) * (4 - mask.dim())]
+        at = (chunk.batch if mask.shape[0] > 1 else 0, slice(None), chunk.rows if mask.shape[2] > 1 else slice(None))
+        mask = mask[at]
+        grad_mask = None if grad_mask is None else grad_mask[(None,) * (4 - grad_mask.dim())][at]
 
     s = q @ k.transpose(-1, -2) * scale  # (H, rows, keys)
     if softcap:
@@ -103,9 +104,8 @@ def add_gradients(
         target -= (ds * (i - j).abs()).sum((-1, -2))
     if grads[4] is not None:
         grads[4] -= (p_sink * delta).sum((-1, -2))
-    if grads[5] is not None:
-        target = grads[5][mask_at]
-        target += ds.sum_to_size(target.shape)
+    if grad_mask is not None:
+        grad_mask += ds.sum_to_size(grad_mask.shape)
     ds = ds * slope_of_cap * scale
     _add(grads[0], chunk, chunk.rows, ds @ k, 1)
     _add(grads[1], chunk, chunk.keys, ds.transpose(-1, -2) @ q, group)

@@ -93,6 +93,7 @@ def hide(
     if mask is not None and mask.dtype == torch.bool:
         seen = seen & mask
     elif mask is not None:
+        seen = seen & (mask != float("-inf"))
         s = s + mask.to(s.dtype)
     return s.masked_fill(~seen, float("-inf")), seen
 

@@ -24,8 +24,10 @@ def rejects(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
         return "torch's fused attention has no softcap, ALiBi or sinks"
     if problem.mask:
         return "torch's fused attention gives NaN for rows that a mask hides completely"
-    if problem.window[0] >= 0 or problem.band[1] > 0:
+    if problem.window[0] >= 0 or (problem.window[1] >= 0 and not problem.causal):
         return "torch's fused attention has no window"
+    if not problem.positive_scale:
+        return "torch's fused causal attention gives NaN unless softmax_scale is positive"
     if problem.causal and problem.seq_q != problem.seq_k:
         return "torch aligns causal top-left, ours is bottom-right: they differ when S_q != S_k"
     if problem.head_dim != problem.head_dim_v:

@@ -12,7 +12,7 @@ from flashkernels.attention.problem import AttentionProblem
 
 
 class Tensors(NamedTuple):
-    """Dense (B, S, H, D) or ragged (total, H, D). A mask has four dimensions; those of size 1 broadcast."""
+    """Dense (B, S, H, D) or ragged (total, H, D). A mask broadcasts to (B, H, S_q, S_k)."""
 
     q: Tensor
     k: Tensor

@@ -42,7 +42,8 @@ def described(
     return AttentionProblem(
         batch=batch, seq_q=seq_q, seq_k=seq_k, heads=heads, kv_heads=kv_heads,
         head_dim=q.shape[-1], head_dim_v=v.shape[-1], dtype=DTYPES[q.dtype], causal=causal, window=window,
-        softcap=softcap != 0, negative_scale=softmax_scale is not None and softmax_scale < 0, alibi=alibi_slopes is not None, sinks=sinks is not None,
+        softcap=softcap != 0, positive_scale=softmax_scale is None or softmax_scale > 0,
+        alibi=alibi_slopes is not None, sinks=sinks is not None,
         mask=None if mask is None else "bool" if mask.dtype == torch.bool else "float",
         varlen=varlen, total_q=q.shape[0] if varlen else 0, total_k=k.shape[0] if varlen else 0,
         need_lse=need_lse, layout=layout, device=q.device.type,
@@ -121,14 +122,16 @@ def _check_numbers(causal: bool, softmax_scale: float | None, window: tuple[int,
     if not isinstance(causal, bool):
         raise TypeError(f"causal={causal!r} must be a bool, got {type(causal).__name__}")
     for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
-        if value is None:
+        if value is None and name == "softmax_scale":
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
             raise TypeError(f"{name}={value!r} must be a float, got {type(value).__name__}")
-        if isinstance(value, (int, float)) and not math.isfinite(value):
+        if isinstance(value, (int, float)) and not -math.inf < value < math.inf:
             raise ValueError(f"{name}={value} must be finite")
     if softcap < 0:
         raise ValueError(f"softcap={softcap} must not be negative; 0 turns it off")
+    if not isinstance(window, tuple):
+        raise TypeError(f"window={window!r} must be a pair (left, right), got {type(window).__name__}")
     if len(window) != 2:
         raise ValueError(f"window={window!r} must be a pair (left, right)")
     for side in window:

@@ -16,6 +16,11 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
+def compile_options(warps: int, stages: int, registers: int) -> dict[str, int]:
+    """Triton's names for a tile's threads, pipeline stages and register cap (0: none)."""
+    return {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
+
+
 class Descriptor:
     """What Triton's launcher reads of a tensor descriptor. Made per call: cheaper than the validated original."""
 
@@ -29,9 +34,9 @@ class Descriptor:
 class Launcher:
     """A kernel with its compile-time arguments; the first call compiles and checks, the following ones only launch."""
 
-    def __init__(self, kernel: Any, constants: dict[str, Any], warps: int, stages: int) -> None:
-        self.kernel, self.constants = kernel, constants
-        self.options = {"num_warps": warps, "num_stages": stages}
+    def __init__(self, kernel: Any, constants: dict[str, Any], options: dict[str, int]) -> None:
+        self.kernel, self.constants, self.options = kernel, constants, options
+        self.values = tuple(constants.values())
         self.compiled: Any = None
 
     def __call__(self, grid: int, *args: Any) -> None:
@@ -41,7 +46,7 @@ class Launcher:
             if not interpreting():
                 self.compiled = compiled
             return
-        self.compiled[(grid, 1, 1)](*args, *self.constants.values())
+        self.compiled[(grid, 1, 1)](*args, *self.values)
 
 
 def _validated(arg: Any) -> Any:

@@ -25,12 +25,13 @@ class Resources:
 
 
 def compile_for(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: set[str], cc: int, warps: int, stages: int
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: set[str], cc: int, options: dict[str, int]
 ) -> Resources:
     """Compiles `kernel` for compute capability `cc` (80, 89, 90, 100, 120). Needs no GPU.
 
     `types` gives the Triton type of every runtime argument ("*bf16", "i32", "tensordesc<bf16[1,128,1,64]>"), `constants`
-    the compile-time values, `aligned` the arguments that are multiples of 16, as the JIT would find out at run time.
+    the compile-time values, `aligned` the arguments that are multiples of 16, as the JIT would find out at run time;
+    `options` are `jit.launch.compile_options`.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -40,7 +41,6 @@ def compile_for(
     signature = {name: types.get(name, "constexpr") for name in names}
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, constants, attrs)
-    options = {"num_warps": warps, "num_stages": stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options=options)
     return _resources(compiled.asm["cubin"], compiled.metadata.shared)
 

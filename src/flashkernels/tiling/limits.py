@@ -17,22 +17,24 @@ class Footprint:
 
     shared: int
     registers: int
+    register_cap: int
     blocks_per_sm: int
 
     def exceeds(self, gpu: Gpu) -> str | None:
         """The limit this footprint breaks, in words, or None."""
         if self.shared > gpu.shared_per_block:
             return f"needs {self.shared} B of shared memory, {gpu.name} has {gpu.shared_per_block} B a block"
-        if self.registers > REGISTERS_PER_THREAD:
-            return f"needs about {self.registers} registers a thread, the limit is {REGISTERS_PER_THREAD}"
+        if self.registers > self.register_cap:
+            return f"needs about {self.registers} registers a thread, the limit is {self.register_cap}"
         return None
 
 
 def footprint(tile: Tile, gpu: Gpu, shared: int, registers: int) -> Footprint:
     """Occupancy from the shared memory and registers a kernel says it needs."""
     threads = 32 * tile.warps
+    cap = tile.registers or REGISTERS_PER_THREAD
     # the hardware hands out registers in units of 8 per thread, and reserves 1 KiB of shared memory a block
-    by_registers = gpu.registers_per_sm // (threads * -(-min(registers, REGISTERS_PER_THREAD) // 8) * 8)
+    by_registers = gpu.registers_per_sm // (threads * -(-min(max(registers, 32), cap) // 8) * 8)
     by_shared = gpu.shared_per_sm // (shared + 1024)
     by_threads = gpu.threads_per_sm // threads
-    return Footprint(shared, registers, max(0, min(by_registers, by_shared, by_threads, MOST_BLOCKS_PER_SM)))
+    return Footprint(shared, registers, cap, min(by_registers, by_shared, by_threads, MOST_BLOCKS_PER_SM))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations_with_replacement
 
-STRATEGIES = ("standard", "exact", "split_d", "register")
+STRATEGIES = ("exact", "standard", "split_d", "register")
 SMALLEST_PART = 16  # the k extent of one 16-bit matrix instruction
 LARGEST_PART = 256  # a TMA box and a wgmma's N both end there
 MOST_PARTS = 3
@@ -35,12 +35,14 @@ class Tile:
     warps: int
     stages: int
     tma: bool
+    registers: int = 0  # most registers a thread may use, so that more blocks share a multiprocessor; 0: no cap
 
     @property
     def name(self) -> str:
         d, v = ("+".join(map(str, parts)) for parts in (self.parts, self.parts_v))
         loads = "tma" if self.tma else "pointer"
-        return f"{self.strategy}-{self.block_m}x{self.block_n}-d{d}-v{v}-w{self.warps}-s{self.stages}-{loads}"
+        cap = f"-r{self.registers}" if self.registers else ""
+        return f"{self.strategy}-{self.block_m}x{self.block_n}-d{d}-v{v}-w{self.warps}-s{self.stages}-{loads}{cap}"
 
 
 def waste(dim: int, parts: tuple[int, ...]) -> float:
@@ -49,7 +51,7 @@ def waste(dim: int, parts: tuple[int, ...]) -> float:
     >>> waste(72, (128,)), waste(96, (128,)), waste(72, (64, 16))
     (0.4375, 0.25, 0.1)
     """
-    return 1 - dim / sum(parts)
+    return (sum(parts) - dim) / sum(parts)
 
 
 def padded(dim: int) -> tuple[int, ...]:

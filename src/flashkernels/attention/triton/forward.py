@@ -20,12 +20,13 @@ from flashkernels.attention.problem import AttentionProblem
 from flashkernels.attention.tensors import Run, Tensors, empty_output, lse_shape
 from flashkernels.attention.triton import tiles
 from flashkernels.hardware import GPUS, Gpu
-from flashkernels.jit.launch import Descriptor, Launcher
+from flashkernels.jit.launch import Descriptor, Launcher, compile_options
 from flashkernels.tiling import Tile, override
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-CAREFUL = tl.constexpr(32)  # columns of V at a time where it holds NaN or Inf
+FAR = 1 << 30  # a window wider than any sequence; keeps positions inside 32 bits
+CAREFUL = tl.constexpr(16)  # keys and columns at a time where V holds NaN or Inf
 
 
 @triton.jit
@@ -67,27 +68,29 @@ def scores(q, k, PRECISION: tl.constexpr):
 def logits(s, scale, softcap, slope, offs_m, offs_n, shift, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr):
     """Scores in units of log2: scale, softcap, ALiBi. `scale` already carries log2(e)."""
     s = s * scale
-    if SOFTCAP:
-        # cap * tanh(x), tanh(x) = 1 - 2 / (1 + e^2x); with `s` and `softcap` both in log2 units
-        s = softcap * (1 - 2 / (1 + tl.exp2(s * (2 * LOG2E) / softcap)))
+    if SOFTCAP:  # softcap * tanh(s / softcap), both in log2 units
+        x = s / softcap
+        wide = 1 - 2 / (1 + tl.exp2(x * (2 * LOG2E)))
+        x2 = x * x  # near 0 the line above cancels; its series does not
+        narrow = x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))
+        s = softcap * tl.where(x2 < 0.09, narrow, wide)
     if ALIBI:
         s -= slope * tl.abs(offs_m[:, None] + shift - offs_n[None, :]).to(tl.float32)
     return s
 
 
 @triton.jit
-def visible_keys(
-    offs_m, offs_n, seq_k, shift, left, right, mask_ptr, seq_q, stride_mm, stride_mn,
+def hide(
+    s, offs_m, offs_n, seq_q, seq_k, shift, left, right, mask_ptr, stride_mm, stride_mn,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Which keys each row may see, and what the float mask adds to their logits (0 without one)."""
+    """Adds a float mask to the logits and puts -inf where a row may not look; also says where it may."""
     last = tl.zeros_like(offs_m) + (seq_k - 1)
     if RIGHT:
         last = tl.minimum(last, offs_m + (shift + right))
     seen = offs_n[None, :] <= last[:, None]
     if LEFT:
         seen = seen & (offs_n[None, :] >= (offs_m + (shift - left))[:, None])
-    bias = 0.0
     if MASK != "none":
         inside = (offs_m < seq_q)[:, None] & (offs_n < seq_k)[None, :]
         at = mask_ptr + offs_m[:, None] * stride_mm + offs_n.to(tl.int64)[None, :] * stride_mn
@@ -95,8 +98,11 @@ def visible_keys(
         if MASK == "bool":
             seen = seen & (value != 0)
         else:
-            bias = value.to(tl.float32) * LOG2E
-    return seen, bias
+            bias = value.to(tl.float32)
+            seen = seen & (bias != float("-inf"))
+            # finfo.min is a common "hidden"; it must stay finite in units of log2
+            s += tl.maximum(bias, -1e38) * LOG2E
+    return tl.where(seen, s, float("-inf")), seen
 
 
 @triton.jit
@@ -144,26 +150,27 @@ def store_parts(o_rows, acc, inverse, inside, DIM_V: tl.constexpr, PARTS_V: tl.c
 
 @triton.jit
 def store_careful(
-    o_rows, q, m, inverse, k_ptr, v_ptr, k_descs, mask_ptr, tma_batch, k_row, head_k, start, end,
-    seq_q, seq_k, shift, left, right, scale, softcap, slope, offs_m,
-    stride_ks, stride_kd, stride_vs, stride_vd, stride_mm, stride_mn,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TMA: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    MASK: tl.constexpr, PRECISION: tl.constexpr,
+    o_rows, q, m, inverse, k_ptr, v_ptr, mask_ptr, start, end, seq_q, seq_k, shift, left, right, scale, softcap, slope,
+    offs_m, stride_ks, stride_kd, stride_vs, stride_vd, stride_mm, stride_mn,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The output where V holds NaN or Inf: finite values as usual, the others only for the rows that see them."""
+    """The output where V holds NaN or Inf: finite values as usual, the others only for the rows that see them.
+
+    Works in small blocks, so that this rare path does not cost the kernel its registers.
+    """
     m_safe = tl.where(m == float("-inf"), 0.0, m)
     for d in tl.range(0, DIM_V, CAREFUL):
         offs_d = d + tl.arange(0, CAREFUL)
         out = tl.zeros((BLOCK_M, CAREFUL), tl.float32)
-        for n in tl.range(start, end, BLOCK_N, num_stages=1):
-            offs_n = n + tl.arange(0, BLOCK_N)
-            k = load_parts(k_ptr + n * stride_ks, k_descs, tma_batch, k_row + n, head_k, seq_k - n,
-                           stride_ks, stride_kd, DIM, PARTS, BLOCK_N, TMA)  # fmt: skip
+        for n in tl.range(start, end, CAREFUL, num_stages=1):
+            offs_n = n + tl.arange(0, CAREFUL)
+            k = load_parts(k_ptr + n * stride_ks, None, 0, 0, 0, seq_k - n, stride_ks, stride_kd, DIM, PARTS, CAREFUL,
+                           False)  # fmt: skip
             s = logits(scores(q, k, PRECISION), scale, softcap, slope, offs_m, offs_n, shift, SOFTCAP, ALIBI)
-            seen, bias = visible_keys(offs_m, offs_n, seq_k, shift, left, right, mask_ptr, seq_q, stride_mm, stride_mn,
-                                      LEFT, RIGHT, MASK)  # fmt: skip
-            p = tl.exp2(tl.where(seen, s + bias, float("-inf")) - m_safe[:, None])
+            s, seen = hide(s, offs_m, offs_n, seq_q, seq_k, shift, left, right, mask_ptr, stride_mm, stride_mn,
+                           LEFT, RIGHT, MASK)  # fmt: skip
+            p = tl.exp2(s - m_safe[:, None])
             v = tl.load(v_ptr + offs_n[:, None] * stride_vs + offs_d.to(tl.int64)[None, :] * stride_vd,
                         mask=(offs_n < seq_k)[:, None] & (offs_d < DIM_V)[None, :], other=0.0)  # fmt: skip
             out = tl.dot(p.to(v.dtype), tl.where(v - v == 0, v, 0.0).to(v.dtype), out, input_precision=PRECISION)
@@ -274,9 +281,8 @@ def forward_kernel(
         k = load_parts(k_ptr + n * stride_ks, k_descs, tma_batch, k_row + n, head_k, seq_k - n,
                        stride_ks, stride_kd, DIM, PARTS, BLOCK_N, TMA)  # fmt: skip
         s = logits(scores(q, k, PRECISION), scale, softcap, slope, offs_m, offs_n, shift, SOFTCAP, ALIBI)
-        seen, bias = visible_keys(offs_m, offs_n, seq_k, shift, left, right, mask_ptr, seq_q, stride_mm, stride_mn,
-                                  LEFT, RIGHT, MASK)  # fmt: skip
-        s = tl.where(seen, s + bias, float("-inf"))
+        s, seen = hide(s, offs_m, offs_n, seq_q, seq_k, shift, left, right, mask_ptr, stride_mm, stride_mn,
+                       LEFT, RIGHT, MASK)  # fmt: skip
         m_new = tl.maximum(m, tl.max(s, 1))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
         alpha = tl.exp2(m - m_safe)
@@ -328,10 +334,9 @@ def forward_kernel(
     # is then made again with care, a few columns at a time.
     if (masked_blocks > 0) & has_nan(acc):
         store_careful(
-            o_rows, q, m, inverse, k_ptr, v_ptr, k_descs, mask_ptr, tma_batch, k_row, head_k, start, end,
-            seq_q, seq_k, shift, left, right, scale, softcap, slope, offs_m,
-            stride_ks, stride_kd, stride_vs, stride_vd, stride_mm, stride_mn,
-            DIM, DIM_V, PARTS, BLOCK_M, BLOCK_N, TMA, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, PRECISION,
+            o_rows, q, m, inverse, k_ptr, v_ptr, mask_ptr, start, end, seq_q, seq_k, shift, left, right, scale, softcap,
+            slope, offs_m, stride_ks, stride_kd, stride_vs, stride_vd, stride_mm, stride_mn,
+            DIM, DIM_V, PARTS, BLOCK_M, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, PRECISION,
         )  # fmt: skip
     else:
         store_parts(o_rows, acc, inverse, inside, DIM_V, PARTS_V)
@@ -342,14 +347,16 @@ def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
     gpu = gpu or GPUS["h200"]  # the interpreter takes the tiles of a real GPU
     q, k, v, slopes, sinks, mask, _, _ = tensors
     tile = chosen_tile(problem, gpu, addressable(k) and addressable(v))
-    launcher = Launcher(forward_kernel, constants(problem, tile), tile.warps, tile.stages)
+    launcher = Launcher(
+        forward_kernel, constants(problem, tile), compile_options(tile.warps, tile.stages, tile.registers)
+    )
 
     blocks_m = -(-problem.seq_q // tile.block_m)
     total_heads = problem.batch * problem.heads
     grid = blocks_m * total_heads
     left, right = problem.band
     sizes = (problem.seq_q, problem.seq_k, problem.heads, problem.heads // problem.kv_heads, blocks_m,
-             heads_per_section(problem), total_heads, max(left, 0), max(right, 0))  # fmt: skip
+             heads_per_section(problem), total_heads, *(min(max(side, 0), FAR) for side in (left, right)))  # fmt: skip
     inputs = (*_strides(q), *_strides(k), *_strides(v))
     lse_strides = (0, q.shape[0]) if problem.varlen else (problem.heads * problem.seq_q, problem.seq_q)
     full = (problem.batch, problem.heads, problem.seq_q, problem.seq_k)
@@ -392,7 +399,7 @@ def constants(problem: AttentionProblem, tile: Tile) -> dict[str, Any]:
     return {
         "DIM": problem.head_dim, "DIM_V": problem.head_dim_v, "PARTS": tile.parts, "PARTS_V": tile.parts_v,
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages, "TMA": tile.tma,
-        "LEFT": left >= 0, "RIGHT": right >= 0, "SOFTCAP": problem.softcap, "NEGATIVE": problem.negative_scale,
+        "LEFT": left >= 0, "RIGHT": right >= 0, "SOFTCAP": problem.softcap, "NEGATIVE": not problem.positive_scale,
         "MASK": problem.mask or "none", "PRECISION": "ieee",
     }  # fmt: skip
 
