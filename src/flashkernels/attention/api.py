@@ -16,7 +16,7 @@ from flashkernels.attention.tensors import Run, Tensors, empty_output, lse_dtype
 from flashkernels.attention.validation import LAYOUTS, check_cu_values, described
 from flashkernels.dispatch import Impl, select
 from flashkernels.hardware import Gpu
-from flashkernels.jit.launch import interpreting
+from flashkernels.jit.mode import interpreting
 from flashkernels.tiling import override
 
 

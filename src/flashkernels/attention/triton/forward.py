@@ -30,6 +30,16 @@ CAREFUL = tl.constexpr(16)  # keys and columns at a time where V holds NaN or In
 
 
 @triton.jit
+def load_block(at, offs_n, offs_d, rows, DIM: tl.constexpr, RAGGED: tl.constexpr):
+    """Loads a block with zeros past `rows` (None: all are there) and, where RAGGED, past the head dimension."""
+    if rows is not None:
+        return tl.load(at, mask=(offs_n < rows)[:, None] & (offs_d < DIM)[None, :], other=0.0)
+    if RAGGED:
+        return tl.load(at, mask=(offs_d < DIM)[None, :], other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
 def load_parts(
     ptr, descs, batch, row0, head, rows, stride_s, stride_d,
     DIM: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
@@ -44,12 +54,7 @@ def load_parts(
             offs_n = tl.arange(0, BLOCK)
             offs_d = start + tl.arange(0, tl.constexpr(PARTS[i]))
             at = ptr + offs_n[:, None] * stride_s + offs_d.to(tl.int64)[None, :] * stride_d
-            if rows is None and start + PARTS[i] <= DIM:
-                tile = tl.load(at)
-            elif rows is None:
-                tile = tl.load(at, mask=(offs_d < DIM)[None, :], other=0.0)
-            else:
-                tile = tl.load(at, mask=(offs_n < rows)[:, None] & (offs_d < DIM)[None, :], other=0.0)
+            tile = load_block(at, offs_n, offs_d, rows, DIM, start + PARTS[i] > DIM)
         tiles = tiles + (tile,)  # [BLOCK, PARTS[i]]
         start = start + PARTS[i]
     return tiles
@@ -122,11 +127,19 @@ def accumulate(acc, p, v, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def keep_rows(tiles, rows):
+    out = ()
+    for i in tl.static_range(len(tiles)):
+        out = out + (tl.where(rows[:, None], tiles[i], 0.0).to(tiles[i].dtype),)
+    return out
+
+
+@triton.jit
 def has_nan(acc):
-    worst = 0
+    found = 0
     for i in tl.static_range(len(acc)):
-        worst = tl.maximum(worst, tl.max(tl.max((acc[i] != acc[i]).to(tl.int32), 1), 0))
-    return worst > 0
+        found = tl.maximum(found, tl.max((acc[i] != acc[i]).to(tl.int32)))
+    return found > 0
 
 
 @triton.jit
@@ -291,6 +304,8 @@ def forward_kernel(
         m = m_new
         v = load_parts(v_ptr + n * stride_vs, v_descs, tma_batch, k_row + n, head_k, seq_k - n,
                        stride_vs, stride_vd, DIM_V, PARTS_V, BLOCK_N, TMA)  # fmt: skip
+        if VARLEN and TMA:  # the block may reach into the next sequence, whatever is there
+            v = keep_rows(v, offs_n < seq_k)
         acc = accumulate(rescale(acc, alpha), p, v, PRECISION)
 
     for n in tl.range(full, edge, BLOCK_N, num_stages=STAGES):
@@ -378,10 +393,10 @@ def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
             *sizes, softmax_scale * LOG2E.value, softcap * LOG2E.value,
         )  # fmt: skip
         if device is None or device == torch.cuda.current_device():
-            launcher(grid, *args)
+            launcher(grid, device, *args)
         else:
             with torch.cuda.device(device):
-                launcher(grid, *args)
+                launcher(grid, device, *args)
         return out, lse
 
     return run

@@ -40,8 +40,10 @@ SHAPES = (
     Shape(64, 64, 4, 128), Shape(64, 64, 4), Shape(128, 32, 8), Shape(64, 32, 4), Shape(64, 32, 8), Shape(32, 64, 4),
     Shape(32, 32, 4), Shape(16, 32, 4), Shape(32, 16, 4), Shape(16, 16, 4),
 )  # fmt: skip
-# fp32 runs on the plain FMA units, where Triton unrolls a whole tile into registers.
-SHAPES_FP32 = (Shape(64, 32, 8), Shape(32, 32, 4), Shape(32, 16, 4), Shape(16, 16, 4))
+# IEEE fp32 runs on the plain FMA units, where Triton keeps whole rows of Q in registers: few rows, narrow parts.
+SHAPES_FP32 = (Shape(64, 32, 8), Shape(16, 32, 4), Shape(16, 16, 4))
+PART_FP32 = 32
+WIDEST_ROWS_FP32 = 96  # 64 rows spill over this head dimension
 
 
 class Rule(NamedTuple):
@@ -90,7 +92,8 @@ def choose(problem: AttentionProblem, gpu: Gpu, tma: bool, strategy: str | None 
 @lru_cache(maxsize=1024)
 def compare(problem: AttentionProblem, gpu: Gpu, tma: bool) -> tuple[Choice, ...]:
     """The best tile of every strategy, or why it has none."""
-    return tuple(_best(strategy, problem, gpu, tma and gpu.has_tma) for strategy in STRATEGIES)
+    tma = tma and gpu.has_tma and problem.element_bytes == 2
+    return tuple(_best(strategy, problem, gpu, tma) for strategy in STRATEGIES)
 
 
 def _best(strategy: str, problem: AttentionProblem, gpu: Gpu, tma: bool) -> Choice:
@@ -112,7 +115,10 @@ def _best(strategy: str, problem: AttentionProblem, gpu: Gpu, tma: bool) -> Choi
 def parts_of(strategy: str, problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """How a strategy cuts the two head dimensions."""
     cut = padded if strategy == "standard" else decomposed
-    return cut(problem.head_dim), cut(problem.head_dim_v)
+    parts, parts_v = cut(problem.head_dim), cut(problem.head_dim_v)
+    if problem.element_bytes == 2:
+        return parts, parts_v
+    return (PART_FP32,) * -(-sum(parts) // PART_FP32), (PART_FP32,) * -(-sum(parts_v) // PART_FP32)
 
 
 def candidates(strategy: str, problem: AttentionProblem, gpu: Gpu, tma: bool) -> Iterator[Tile]:
@@ -121,6 +127,10 @@ def candidates(strategy: str, problem: AttentionProblem, gpu: Gpu, tma: bool) ->
     for shape in SHAPES if problem.element_bytes == 2 else SHAPES_FP32:
         if shape.registers and not gpu.has_wgmma:
             continue  # register caps are measured on Hopper only
+        if gpu.has_wgmma and problem.element_bytes == 2 and shape.block_m < 64 and max(sum(parts), sum(parts_v)) <= 256:
+            continue  # wgmma computes 64 rows at a time
+        if problem.element_bytes > 2 and shape.block_m > 16 and max(sum(parts), sum(parts_v)) > WIDEST_ROWS_FP32:
+            continue
         for stages in (3, 2, 1):
             yield Tile(strategy, *shape[:2], parts, parts_v, shape.warps, stages, tma, shape.registers)
 
@@ -150,7 +160,7 @@ def predicted(problem: AttentionProblem, gpu: Gpu, tile: Tile) -> Candidate:
 
 
 def needs(tile: Tile, problem: AttentionProblem, gpu: Gpu) -> Footprint:
-    return footprint(tile, gpu, shared_bytes(tile, problem), registers(tile, problem))
+    return footprint(tile, gpu, shared_bytes(tile, problem), registers(tile, problem, gpu))
 
 
 def shared_bytes(tile: Tile, problem: AttentionProblem) -> int:
@@ -161,10 +171,12 @@ def shared_bytes(tile: Tile, problem: AttentionProblem) -> int:
     return tile.block_m * width * problem.element_bytes + tile.stages * stage + 2048
 
 
-def registers(tile: Tile, problem: AttentionProblem) -> int:
+def registers(tile: Tile, problem: AttentionProblem, gpu: Gpu) -> int:
     """Accumulators, scores in fp32, probabilities in the input type, and addresses and row statistics."""
     threads = 32 * tile.warps
     per_row = sum(tile.parts_v) + tile.block_n + tile.block_n * problem.element_bytes // 4
+    if gpu.capability[0] in (8, 12):  # mma.sync takes Q from registers; wgmma and tcgen05 from shared memory
+        per_row += sum(tile.parts) * problem.element_bytes // 4
     extras = 24 * (problem.softcap or problem.alibi) + 24 * (problem.mask is not None) + 8 * (problem.window[0] >= 0)
     return tile.block_m * per_row // threads + 32 + extras
 

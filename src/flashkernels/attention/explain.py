@@ -1,0 +1,135 @@
+"""Says which implementation serves a call, on which tile, why, and what the hardware would allow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flashkernels import hardware
+from flashkernels.attention.problem import AttentionProblem
+from flashkernels.attention.triton import tiles
+from flashkernels.dispatch import UnsupportedError, Verdict, verdicts
+from flashkernels.hardware import Gpu
+from flashkernels.tiling import Choice, waste
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Everything that decides one attention call. `print` it, or read the fields.
+
+    `choices` (one per tiling strategy) and the roofline fields are empty without a GPU.
+    """
+
+    problem: AttentionProblem
+    gpu: Gpu | None
+    impl: str
+    verdicts: list[Verdict]
+    choices: tuple[Choice, ...]
+
+    @property
+    def chosen(self) -> Choice | None:
+        """The strategy whose tile runs."""
+        served = [c for c in self.choices if c.best]
+        return min(served, key=lambda c: c.best.cost) if served and self.impl == "triton" else None  # type: ignore[union-attr]
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs for every byte that must move."""
+        return self.problem.flops() / max(1, self.problem.bytes())
+
+    @property
+    def floor(self) -> float | None:
+        """The roofline: no kernel is faster than this many seconds on this GPU."""
+        if self.gpu is None:
+            return None
+        return max(self.problem.flops() / self.gpu.peak[self.problem.dtype], self.problem.bytes() / self.gpu.bandwidth)
+
+    @property
+    def bound(self) -> str | None:
+        if self.gpu is None:
+            return None
+        compute = self.problem.flops() / self.gpu.peak[self.problem.dtype]
+        return "compute" if compute >= self.problem.bytes() / self.gpu.bandwidth else "memory"
+
+    def __str__(self) -> str:
+        p = self.problem
+        lines = [f"{_title(p)} on {self.gpu.name if self.gpu else 'the CPU'}", "", f"implementation: {self.impl}"]
+        for verdict in self.verdicts:
+            if verdict.name != self.impl:
+                lines.append(f"  not {verdict.name}: {verdict.reason or 'could serve, but a better one does'}")
+        if self.chosen and self.chosen.best:
+            lines += ["", f"tile: {self.chosen.best.tile.name}", "strategies:"]
+            lines += [_line(choice, p, choice is self.chosen) for choice in self.choices]
+        flops, moved = p.flops(), p.bytes()
+        lines += ["", f"work: {flops / 1e9:.4g} GFLOP, {moved / 1e6:.4g} MB at least, {self.intensity:.0f} FLOP/byte"]
+        if self.gpu and self.floor is not None:
+            lines.append(f"roofline: {self.bound} bound, at least {self.floor * 1e6:.1f} µs")
+        if self.chosen and self.chosen.best:
+            cost = self.chosen.best.cost
+            rate = flops / cost / 1e12
+            lines.append(f"predicted: {cost * 1e6:.1f} µs, {rate:.0f} TFLOPS, {(self.floor or 0) / cost:.0%} of the roofline")
+        return "\n".join(lines)
+
+
+def explain(op: str, *tensors: Any, gpu: str | Gpu | None = None, **arguments: Any) -> Explanation:
+    """Why a call would run as it would, without running it.
+
+    Args:
+        op: "attention".
+        tensors: q, k, v of the call, with the call's other arguments as keywords; or none, and the keyword `problem`,
+            an `AttentionProblem`.
+        gpu: a GPU or its short name ("h200"), present or not; default: the one the tensors are on, else this
+            machine's.
+
+    >>> import flashkernels as fk
+    >>> from flashkernels.attention.problem import AttentionProblem
+    >>> problem = AttentionProblem(batch=4, seq_q=4096, seq_k=4096, heads=28, kv_heads=28, head_dim=72, causal=True)
+    >>> why = fk.explain("attention", problem=problem, gpu="h200")
+    >>> why.impl, why.chosen.best.tile.parts, why.bound
+    ('triton', (64, 16), 'compute')
+    """
+    if op != "attention":
+        raise ValueError(f"op={op!r} is not one of 'attention'")
+    from flashkernels.attention.api import IMPLS, problem_of  # the table needs torch, the rest of this file does not
+
+    impl = arguments.pop("impl", "auto")
+    problem = arguments.pop("problem", None)
+    if problem is None:
+        problem = problem_of(*tensors, **arguments)
+    elif tensors or arguments:
+        raise ValueError("explain takes either tensors with their arguments or a problem")
+    if isinstance(gpu, str):
+        gpu = hardware.lookup(gpu)
+    elif gpu is None and problem.device == "cuda":
+        gpu = hardware.detect(tensors[0].device if tensors else None)
+    answers = verdicts(IMPLS, problem, gpu)
+    served = [v.name for v in answers if v.reason is None and impl in ("auto", v.name)]
+    if not served:
+        reasons = "; ".join(f"{v.name}: {v.reason}" for v in answers if impl in ("auto", v.name))
+        raise UnsupportedError(f"impl={impl!r} cannot serve this call: {reasons}")
+    choices: tuple[Choice, ...] = ()
+    if gpu is not None and problem.device == "cuda":
+        choices = tiles.compare(problem, gpu, problem.head_dim * problem.element_bytes % 16 == 0)
+    return Explanation(problem, gpu, served[0], answers, choices)
+
+
+def _title(p: AttentionProblem) -> str:
+    heads = f"{p.heads} heads" if p.heads == p.kv_heads else f"{p.heads}/{p.kv_heads} heads"
+    dims = f"head_dim {p.head_dim}" if p.head_dim == p.head_dim_v else f"head_dim {p.head_dim}/{p.head_dim_v}"
+    seqs = f"S={p.seq_q}" if p.seq_q == p.seq_k else f"S={p.seq_q}/{p.seq_k}"
+    flags = [name for name in ("causal", "softcap", "alibi", "sinks", "varlen") if getattr(p, name)]
+    flags += [f"window {p.window}"] if p.window != (-1, -1) else []
+    flags += [f"{p.mask} mask"] if p.mask else []
+    return ", ".join([f"attention {p.dtype} B={p.batch} {seqs}", heads, dims, *flags])
+
+
+def _line(choice: Choice, problem: AttentionProblem, chosen: bool) -> str:
+    if choice.best is None:
+        return f"    {choice.strategy:9} {choice.reason}"
+    tile, need = choice.best.tile, choice.best.footprint
+    lost = (waste(problem.head_dim, tile.parts) + waste(problem.head_dim_v, tile.parts_v)) / 2
+    return (
+        f"  {'>' if chosen else ' '} {choice.strategy:9} {'+'.join(map(str, tile.parts)):9} {tile.block_m}x{tile.block_n}"
+        f"  waste {lost:.2%}  {need.shared / 1024:.0f} KiB shared  ~{need.registers} registers"
+        f"  {need.blocks_per_sm} blocks/SM  {choice.best.cost * 1e6:.0f} µs"
+    )
