@@ -7,61 +7,126 @@ that once. The caller promises that later calls agree with the first in everythi
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from triton import knobs
+from triton.runtime.errors import PTXASError
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashkernels.jit.mode import interpreting
 
-# Triton 3.6's launcher, called as its own JIT calls it; other versions go through their public indexing.
-DIRECT = triton.__version__.startswith("3.6.")
-
-
-def compile_options(warps: int, stages: int, registers: int) -> dict[str, int]:
-    """Triton's names for a tile's threads, pipeline stages and register cap (0: none)."""
-    return {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
+MOST_MAPS = 256
+# ptxas 12.8 (Triton 3.6) crashes at its default level on a few kernels, such as a float mask with a window at D=72/104.
+GENTLE = {"ptx_options": "-O1"}
 
 
 class Descriptor:
-    """What Triton's launcher reads of a tensor descriptor. Made per call: cheaper than the validated original."""
+    """A tensor with the shape, strides and block that TMA reads it by."""
 
-    __slots__ = ("base", "block_shape", "padding", "shape", "strides")
+    __slots__ = ("base", "block", "shape", "strides")
 
-    def __init__(self, base: Any, shape: tuple[int, ...], strides: tuple[int, ...], block_shape: list[int]) -> None:
-        self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
-        self.padding = "zero"
+    def __init__(self, base: Any, shape: tuple[int, ...], strides: tuple[int, ...], block: list[int]) -> None:
+        self.base, self.shape, self.strides, self.block = base, shape, strides, block
+
+
+def compile_options(warps: int, stages: int, registers: int) -> dict[str, Any]:
+    """Triton's names for a tile's threads, pipeline stages and register cap (0: none)."""
+    return {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
 
 
 class Launcher:
     """A kernel with its compile-time arguments; the first call compiles and checks, the following ones only launch."""
 
-    def __init__(self, kernel: Any, constants: dict[str, Any], options: dict[str, int]) -> None:
+    def __init__(self, kernel: Any, constants: dict[str, Any], options: dict[str, Any]) -> None:
         self.kernel, self.constants, self.options = kernel, constants, options
-        self.values = tuple(constants.values())
         self.compiled: Any = None
+        self.direct: Direct | None = None
 
-    def __call__(self, grid: int, device: int | None, *args: Any) -> None:
-        """Runs `grid` programs. `args` are the kernel's arguments in order, without its constants (which come last)."""
-        compiled = self.compiled
-        if compiled is None:
-            compiled = self.kernel[(grid,)](*map(_validated, args), **self.constants, **self.options)
+    def __call__(self, grid: int, device: int | None, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
+        """Runs `grid` programs. The kernel takes `tensors` (pointers, descriptors, None) first, then `numbers`, then
+        its constants."""
+        if self.compiled is None:
+            compiled = self._compile_and_run(grid, tensors, numbers)
             if not interpreting():
-                self.compiled = compiled
-        elif DIRECT and knobs.runtime.launch_enter_hook is None and knobs.runtime.launch_exit_hook is None:
-            stream = torch._C._cuda_getCurrentRawStream(device)
-            compiled.run(
-                grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *self.values
-            )
+                self.compiled, self.direct = compiled, Direct.of(compiled)
+        elif self.direct and knobs.runtime.launch_enter_hook is None and knobs.runtime.launch_exit_hook is None:
+            self.direct(grid, torch._C._cuda_getCurrentRawStream(device), tensors, numbers, self.constants.values())
         else:
-            compiled[(grid, 1, 1)](*args, *self.values)
+            self.compiled[(grid, 1, 1)](*map(_validated, tensors), *numbers, *self.constants.values())
+
+    def _compile_and_run(self, grid: int, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
+        args = (*map(_validated, tensors), *numbers)
+        try:
+            return self.kernel[(grid,)](*args, **self.constants, **self.options)
+        except PTXASError as error:
+            warnings.warn(f"ptxas failed on {self.kernel.__name__}, compiling it again with -O1: {error}", stacklevel=2)
+            return self.kernel[(grid,)](*args, **self.constants, **self.options, **GENTLE)
 
 
-def _validated(arg: Any) -> Any:
+class Direct:
+    """Triton 3.6's C launcher, called with the arguments that its Python wrapper would make, but made faster.
+
+    Pointers go in as integers, and the TMA map of a tensor is kept for as long as its address comes back.
+    """
+
+    def __init__(self, compiled: Any, launch: Callable[..., Any], formats: list[dict[str, Any]]) -> None:
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+        from triton.runtime import driver
+
+        self.launch, self.encode = launch, driver.active.utils.fill_tma_descriptor
+        self.formats = [
+            (f["swizzle"], f["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[f["elem_type"]], f["block_size"]) for f in formats
+        ]
+        run = compiled.run
+        self.head = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None)
+        self.metadata = (compiled.packed_metadata, None, None, None)
+        self.maps: dict[tuple[int, int], Any] = {}
+
+    @staticmethod
+    def of(compiled: Any) -> Direct | None:
+        """The direct launcher of a compiled kernel, or None where Triton is built otherwise than expected."""
+        wrapper = getattr(compiled.run, "launch", None)
+        names = getattr(getattr(wrapper, "__code__", None), "co_freevars", ())
+        if wrapper is None or getattr(compiled.run, "global_scratch_size", 1) or compiled.run.profile_scratch_size:
+            return None
+        if not names:
+            return Direct(compiled, wrapper, [])
+        cells = dict(zip(names, (cell.cell_contents for cell in wrapper.__closure__), strict=True))
+        formats = cells.get("tensordesc_meta")
+        if "launcher" not in cells or not formats or any(f is None or f["fp4_padded"] for f in formats):
+            return None
+        return Direct(compiled, cells["launcher"], formats)
+
+    def __call__(
+        self, grid: int, stream: int, tensors: tuple[Any, ...], numbers: tuple[Any, ...], constants: Any
+    ) -> None:
+        args: list[Any] = []
+        described = 0
+        for x in tensors:
+            if x is None:
+                args.append(None)
+            elif type(x) is Descriptor:
+                args.append(self._map(described, x))
+                args += x.shape
+                args += x.strides
+                described += 1
+            else:
+                args.append(x.data_ptr())
+        self.launch(grid, 1, 1, stream, *self.head, *self.metadata, *args, *numbers, *constants)
+
+    def _map(self, index: int, x: Descriptor) -> Any:
+        key = (index, x.base.data_ptr())
+        found = self.maps.get(key)
+        if found is None:
+            if len(self.maps) >= MOST_MAPS:
+                self.maps.clear()
+            found = self.maps[key] = self.encode(key[1], *self.formats[index], x.shape, x.strides, 0)
+        return found
+
+
+def _validated(x: Any) -> Any:
     """Triton's JIT and interpreter want its own descriptor class, which checks what it is given."""
-    if not isinstance(arg, Descriptor):
-        return arg
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor(arg.base, list(arg.shape), list(arg.strides), arg.block_shape)
+    return TensorDescriptor(x.base, list(x.shape), list(x.strides), x.block) if isinstance(x, Descriptor) else x

@@ -9,6 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.errors import PTXASError
+
+from flashkernels.jit.launch import GENTLE
+
 
 @dataclass(frozen=True)
 class Resources:
@@ -25,7 +32,7 @@ class Resources:
 
 
 def compile_for(
-    kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: set[str], cc: int, options: dict[str, int]
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], aligned: set[str], cc: int, options: dict[str, Any]
 ) -> Resources:
     """Compiles `kernel` for compute capability `cc` (80, 89, 90, 100, 120). Needs no GPU.
 
@@ -33,21 +40,19 @@ def compile_for(
     the compile-time values, `aligned` the arguments that are multiples of 16, as the JIT would find out at run time;
     `options` are `jit.launch.compile_options`.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, constants, attrs)
-    compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options=options)
+    target = GPUTarget("cuda", cc, 32)
+    try:
+        compiled = triton.compile(source, target=target, options=options)
+    except PTXASError:  # as the launcher does
+        compiled = triton.compile(source, target=target, options=options | GENTLE)
     return _resources(compiled.asm["cubin"], compiled.metadata.shared)
 
 
 def _resources(cubin: bytes, shared: int) -> Resources:
-    import triton
-
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -65,7 +65,12 @@ def scores(q, k, PRECISION: tl.constexpr):
     """Q·Kᵀ in fp32, summed over the parts of the head dimension."""
     s = tl.dot(q[0], k[0].T, input_precision=PRECISION)
     for i in tl.static_range(1, len(q)):
-        s = tl.dot(q[i], k[i].T, s, input_precision=PRECISION)
+        if q[0].dtype == tl.float32:
+            # Sums of few terms, then added: one long chain rounds worse than torch does. Triton would fold a plain
+            # addition back into a chain; it leaves a multiplication by 1 with addition alone.
+            s = tl.fma(tl.dot(q[i], k[i].T, input_precision=PRECISION), 1.0, s)
+        else:
+            s = tl.dot(q[i], k[i].T, s, input_precision=PRECISION)
     return s  # [BLOCK_M, BLOCK_N]
 
 
@@ -379,6 +384,8 @@ def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
     slope_strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
     sink_stride = 0 if sinks is None else sinks.stride(0)
     k_boxes, v_boxes = _boxes(k, tile.parts, tile), _boxes(v, tile.parts_v, tile)
+    outputs = (*_strides(empty_output(q, problem.head_dim_v, problem.layout))[:3], *lse_strides)
+    fixed = (*inputs, *outputs, *mask_strides, *slope_strides, sink_stride, *sizes)
     device = q.device.index
 
     def run(tensors: Tensors, softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
@@ -387,16 +394,15 @@ def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
         lse = q.new_empty(lse_shape(q), dtype=torch.float32) if problem.need_lse else None
         if grid == 0:
             return out, lse
-        args = (
-            q, k, v, out, lse, *_descriptors(k, k_boxes), *_descriptors(v, v_boxes), mask, slopes, sinks, cu_q, cu_k,
-            *inputs, *_strides(out)[:3], *lse_strides, *mask_strides, *slope_strides, sink_stride,
-            *sizes, softmax_scale * LOG2E.value, softcap * LOG2E.value,
+        arguments = (
+            q, k, v, out, lse, *_descriptors(k, k_boxes), *_descriptors(v, v_boxes), mask, slopes, sinks, cu_q, cu_k
         )  # fmt: skip
+        numbers = (*fixed, softmax_scale * LOG2E.value, softcap * LOG2E.value)
         if device is None or device == torch.cuda.current_device():
-            launcher(grid, device, *args)
+            launcher(grid, device, arguments, numbers)
         else:
             with torch.cuda.device(device):
-                launcher(grid, device, *args)
+                launcher(grid, device, arguments, numbers)
         return out, lse
 
     return run

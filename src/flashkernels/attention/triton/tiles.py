@@ -129,6 +129,8 @@ def candidates(strategy: str, problem: AttentionProblem, gpu: Gpu, tma: bool) ->
             continue  # register caps are measured on Hopper only
         if gpu.has_wgmma and problem.element_bytes == 2 and shape.block_m < 64 and max(sum(parts), sum(parts_v)) <= 256:
             continue  # wgmma computes 64 rows at a time
+        if problem.mask and shape.block_m * shape.block_n > 64 * 64:
+            continue  # a mask's addresses and values take registers and shared memory of their own
         if problem.element_bytes > 2 and shape.block_m > 16 and max(sum(parts), sum(parts_v)) > WIDEST_ROWS_FP32:
             continue
         for stages in (3, 2, 1):
@@ -137,7 +139,7 @@ def candidates(strategy: str, problem: AttentionProblem, gpu: Gpu, tma: bool) ->
 
 def ruled(strategy: str, problem: AttentionProblem, gpu: Gpu, tma: bool) -> Candidate | None:
     """The tile that measurement names: 16-bit inputs on Hopper, by TMA, with enough rows to fill the machine."""
-    fills = problem.batch * problem.heads * problem.seq_q >= 128 * gpu.sms
+    fills = problem.batch * problem.heads * problem.seq_q >= 128 * gpu.sms and problem.mask is None
     parts, parts_v = parts_of(strategy, problem)
     width = max(sum(parts), sum(parts_v))
     if not (gpu.has_wgmma and tma and fills and problem.element_bytes == 2 and width >= NARROWEST_RULE):
@@ -164,11 +166,16 @@ def needs(tile: Tile, problem: AttentionProblem, gpu: Gpu) -> Footprint:
 
 
 def shared_bytes(tile: Tile, problem: AttentionProblem) -> int:
-    """Q once, K and V in every stage, a mask tile in every stage, and barriers and the scratch of reductions."""
+    """Q once, K and V in every stage, and barriers and the scratch of reductions.
+
+    A mask has a tile in every stage too, and scratch through which its layout is turned into that of the scores.
+    """
     width, width_v = sum(tile.parts), sum(tile.parts_v)
-    mask = {None: 0, "bool": 1, "float": 4}[problem.mask] * tile.block_m * tile.block_n
-    stage = tile.block_n * (width + width_v) * problem.element_bytes + mask
-    return tile.block_m * width * problem.element_bytes + tile.stages * stage + 2048
+    scores = tile.block_m * tile.block_n
+    stage = tile.block_n * (width + width_v) * problem.element_bytes
+    stage += {None: 0, "bool": 1, "float": 4}[problem.mask] * scores
+    scratch = 2048 + (5 * scores if problem.mask else 0)
+    return tile.block_m * width * problem.element_bytes + tile.stages * stage + scratch
 
 
 def registers(tile: Tile, problem: AttentionProblem, gpu: Gpu) -> int:
