@@ -50,7 +50,7 @@ bench: $(READY)  ## all benchmark suites on this machine's GPU, into benchmarks/
 	  $(RUN) flashkernels bench attention --suite $$suite --json benchmarks/results/$$gpu/attention-$$suite.json || exit; done
 
 compile-all: $(READY)  ## compile every tile the engine can choose, for every architecture
-	$(RUN) flashkernels tiles --compile --all
+	$(RUN) flashkernels tiles --compile --gpu all
 
 clean:  ## remove .venv and everything made here
 	rm -rf .venv .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache dist report.html results.json

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -16,6 +17,9 @@ from typing import Any
 from flashkernels.hardware import Gpu
 
 log = logging.getLogger("flashkernels.dispatch")
+if "dispatch" in os.environ.get("FLASHKERNELS_LOG", "").split(","):
+    log.setLevel(logging.INFO)
+    log.addHandler(logging.StreamHandler())
 
 
 class UnsupportedError(ValueError):
@@ -64,7 +68,7 @@ def select(impls: Sequence[Impl], problem: Any, gpu: Gpu | None, name: str = "au
     names = [impl.name for impl in impls]
     if name != "auto" and name not in names:
         raise ValueError(f"impl={name!r} is not one of 'auto', {', '.join(map(repr, names))}")
-    refusals = []
+    refusals: list[str] = []
     for impl in impls:
         if name not in ("auto", impl.name):
             continue

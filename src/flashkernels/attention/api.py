@@ -105,7 +105,8 @@ def attention(
 
 
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *,
     causal: bool = False, softmax_scale: float | None = None, window: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, return_lse: bool = False, impl: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip

@@ -54,9 +54,11 @@ class Explanation:
     def __str__(self) -> str:
         p = self.problem
         lines = [f"{_title(p)} on {self.gpu.name if self.gpu else 'the CPU'}", "", f"implementation: {self.impl}"]
-        for verdict in self.verdicts:
-            if verdict.name != self.impl:
-                lines.append(f"  not {verdict.name}: {verdict.reason or 'could serve, but a better one does'}")
+        lines += [
+            f"  not {verdict.name}: {verdict.reason or 'could serve, but a better one does'}"
+            for verdict in self.verdicts
+            if verdict.name != self.impl
+        ]
         if self.chosen and self.chosen.best:
             lines += ["", f"tile: {self.chosen.best.tile.name}", "strategies:"]
             lines += [_line(choice, p, choice is self.chosen) for choice in self.choices]
@@ -67,7 +69,8 @@ class Explanation:
         if self.chosen and self.chosen.best:
             cost = self.chosen.best.cost
             rate = flops / cost / 1e12
-            lines.append(f"predicted: {cost * 1e6:.1f} µs, {rate:.0f} TFLOPS, {(self.floor or 0) / cost:.0%} of the roofline")
+            share = (self.floor or 0) / cost
+            lines.append(f"predicted: {cost * 1e6:.1f} µs, {rate:.0f} TFLOPS, {share:.0%} of the roofline")
         return "\n".join(lines)
 
 
@@ -128,8 +131,9 @@ def _line(choice: Choice, problem: AttentionProblem, chosen: bool) -> str:
         return f"    {choice.strategy:9} {choice.reason}"
     tile, need = choice.best.tile, choice.best.footprint
     lost = (waste(problem.head_dim, tile.parts) + waste(problem.head_dim_v, tile.parts_v)) / 2
+    parts = "+".join(map(str, tile.parts))
     return (
-        f"  {'>' if chosen else ' '} {choice.strategy:9} {'+'.join(map(str, tile.parts)):9} {tile.block_m}x{tile.block_n}"
-        f"  waste {lost:.2%}  {need.shared / 1024:.0f} KiB shared  ~{need.registers} registers"
-        f"  {need.blocks_per_sm} blocks/SM  {choice.best.cost * 1e6:.0f} µs"
+        f"  {'>' if chosen else ' '} {choice.strategy:9} {parts:9} {tile.block_m}x{tile.block_n}  waste {lost:.2%}"
+        f"  {need.shared / 1024:.0f} KiB shared  ~{need.registers} registers  {need.blocks_per_sm} blocks/SM"
+        f"  {choice.best.cost * 1e6:.0f} µs"
     )

@@ -55,7 +55,7 @@ class AttentionProblem:
 
     @property
     def band(self) -> tuple[int, int]:
-        """(left, right) of the visible band around the bottom-right diagonal; -1 is unbounded. Causal clips right to 0."""
+        """(left, right) of the visible band around the bottom-right diagonal; -1: unbounded. Causal makes right 0."""
         left, right = self.window
         return left, 0 if self.causal else right
 

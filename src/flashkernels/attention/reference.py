@@ -74,7 +74,7 @@ def attention(
 
 
 def positions(rows: int, keys: int, device: torch.device, first_row: int = 0, seq_q: int = 0) -> tuple[Tensor, Tensor]:
-    """Key positions j and, aligned bottom-right with them, query positions i, for `rows` of `seq_q` (0: all) queries."""
+    """Key positions j and, aligned bottom-right with them, positions i of `rows` of `seq_q` (0: all) queries."""
     i = torch.arange(rows, device=device)[:, None] + first_row + keys - (seq_q or rows)
     return i, torch.arange(keys, device=device)[None, :]
 
@@ -108,7 +108,7 @@ def softmax(s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _visible_poison(seen: Tensor, v: Tensor) -> Tensor | float:
-    """What Inf and NaN in V add to the rows that see them. A hidden one adds nothing (in p @ v, 0 * NaN would be NaN)."""
+    """What Inf and NaN in V add to the rows that see them. Hidden ones add nothing (in p @ v, 0 * NaN would be NaN)."""
     if v.isfinite().all():
         return 0.0
     rows = seen.to(v.dtype)

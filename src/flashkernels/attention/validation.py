@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -14,12 +15,12 @@ LAYOUTS = ("bshd", "bhsd")
 
 
 def described(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float | None, window: tuple[int, int], softcap: float,
-    alibi_slopes: Tensor | None, sinks: Tensor | None, mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float | None, window: tuple[int, int],
+    softcap: float, alibi_slopes: Tensor | None, sinks: Tensor | None, mask: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int = 0, max_seqlen_k: int = 0, need_lse: bool = False, layout: str = "bshd",
 ) -> AttentionProblem:  # fmt: skip
-    """The problem that these tensors pose, dense (B, S, H, D) or ragged (total, H, D); raises for what cannot be one."""
+    """The problem that these tensors pose, dense (B, S, H, D) or ragged (total, H, D); raises where they pose none."""
     varlen = cu_seqlens_q is not None
     _check_qkv(q, k, v, 3 if varlen else 4)
     heads, kv_heads = q.shape[-2], k.shape[-2]
@@ -53,7 +54,7 @@ def described(
 def check_cu_values(name: str, cu_seqlens: Tensor, total: int, longest: int) -> None:
     """The values of cumulative lengths, where they can be read without waiting for a device."""
     ends = cu_seqlens.tolist()
-    steps = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    steps = [b - a for a, b in pairwise(ends)]
     if ends[0] != 0 or ends[-1] != total:
         raise ValueError(f"{name} goes from {ends[0]} to {ends[-1]}; it must go from 0 to {total}, the rows there are")
     if any(step < 0 for step in steps):
@@ -106,7 +107,8 @@ def _check_cu_seqlens(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> 
             raise ValueError(f"{name} has stride {cu.stride(0)}; it must be contiguous")
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
-            f"cu_seqlens_k has length {cu_seqlens_k.shape[0]}, cu_seqlens_q has {cu_seqlens_q.shape[0]}: both are batch + 1"
+            f"cu_seqlens_k has length {cu_seqlens_k.shape[0]}, cu_seqlens_q has {cu_seqlens_q.shape[0]}:"
+            " both are batch + 1"
         )
     return cu_seqlens_q.shape[0] - 1
 

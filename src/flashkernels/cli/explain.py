@@ -23,7 +23,7 @@ def explain(
     alibi: Annotated[bool, typer.Option("--alibi")] = False,
     sinks: Annotated[bool, typer.Option("--sinks")] = False,
     mask: Annotated[str, typer.Option(help="none, bool or float")] = "none",
-    gpu: Annotated[str, typer.Option(help="a GPU by its short name (h200, rtx5090, ...); default: this machine's")] = "",
+    gpu: Annotated[str, typer.Option(help="a GPU by its short name (h200, ...); default: this machine's")] = "",
     impl: Annotated[str, typer.Option(help="auto, or the implementation that must serve")] = "auto",
 ) -> None:
     """Show which implementation and tile serve a problem and why; needs no GPU."""

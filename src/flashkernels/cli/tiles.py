@@ -10,7 +10,7 @@ import typer
 
 def tiles(
     gpu: Annotated[str, typer.Option(help="GPUs by short name, separated by commas, or 'all'")] = "h200",
-    compile_: Annotated[bool, typer.Option("--compile", help="compile the tiles and check them (no GPU needed)")] = False,
+    compile_: Annotated[bool, typer.Option("--compile", help="compile and check the tiles (no GPU needed)")] = False,
     sample: Annotated[int, typer.Option(help="only every N-th tile")] = 1,
 ) -> None:
     """List the finite set of tiles of the Triton attention forward; with --compile, prove that each one fits."""

@@ -52,7 +52,7 @@ class Launcher:
             compiled = self._compile_and_run(grid, tensors, numbers)
             if not interpreting():
                 self.compiled, self.direct = compiled, Direct.of(compiled)
-        elif self.direct and knobs.runtime.launch_enter_hook is None and knobs.runtime.launch_exit_hook is None:
+        elif self.direct and device is not None and not _hooked():
             self.direct(grid, torch._C._cuda_getCurrentRawStream(device), tensors, numbers, self.constants.values())
         else:
             self.compiled[(grid, 1, 1)](*map(_validated, tensors), *numbers, *self.constants.values())
@@ -90,7 +90,9 @@ class Direct:
         """The direct launcher of a compiled kernel, or None where Triton is built otherwise than expected."""
         wrapper = getattr(compiled.run, "launch", None)
         names = getattr(getattr(wrapper, "__code__", None), "co_freevars", ())
-        if wrapper is None or getattr(compiled.run, "global_scratch_size", 1) or compiled.run.profile_scratch_size:
+        run = compiled.run
+        scratch = getattr(run, "global_scratch_size", None), getattr(run, "profile_scratch_size", None)
+        if wrapper is None or scratch != (0, 0):
             return None
         if not names:
             return Direct(compiled, wrapper, [])
@@ -125,6 +127,12 @@ class Direct:
                 self.maps.clear()
             found = self.maps[key] = self.encode(key[1], *self.formats[index], x.shape, x.strides, 0)
         return found
+
+
+def _hooked() -> bool:
+    """Whether a profiler listens to launches: a hook is None, or a chain of the calls it makes."""
+    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 def _validated(x: Any) -> Any:

@@ -36,9 +36,9 @@ def compile_for(
 ) -> Resources:
     """Compiles `kernel` for compute capability `cc` (80, 89, 90, 100, 120). Needs no GPU.
 
-    `types` gives the Triton type of every runtime argument ("*bf16", "i32", "tensordesc<bf16[1,128,1,64]>"), `constants`
-    the compile-time values, `aligned` the arguments that are multiples of 16, as the JIT would find out at run time;
-    `options` are `jit.launch.compile_options`.
+    `types` gives the Triton type of every runtime argument ("*bf16", "i32", "tensordesc<bf16[1,128,1,64]>"),
+    `constants` the compile-time values, `aligned` the arguments that are multiples of 16, as the JIT would find out
+    at run time; `options` are `jit.launch.compile_options`.
     """
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}

@@ -13,7 +13,7 @@ MOST_BLOCKS_PER_SM = 32
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a tile needs of a multiprocessor: bytes of shared memory, registers a thread; and how many blocks then fit."""
+    """What a tile needs of a multiprocessor: bytes of shared memory, registers a thread; how many blocks then fit."""
 
     shared: int
     registers: int

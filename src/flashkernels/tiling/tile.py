@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from itertools import combinations_with_replacement
 
 STRATEGIES = ("exact", "standard", "split_d", "register")
@@ -63,7 +63,7 @@ def padded(dim: int) -> tuple[int, ...]:
     return (max(SMALLEST_PART, 1 << (dim - 1).bit_length()),)
 
 
-@lru_cache(maxsize=None)
+@cache
 def decomposed(dim: int) -> tuple[int, ...]:
     """The sum of at most three powers of two that covers `dim` with the least padding, then with the fewest parts.
 

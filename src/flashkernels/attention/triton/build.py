@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from flashkernels.attention.problem import AttentionProblem
 from flashkernels.attention.triton import tiles
@@ -15,7 +16,7 @@ from flashkernels.tiling import Tile
 
 LARGE = AttentionProblem(batch=4, seq_q=4096, seq_k=4096, heads=16, kv_heads=16, head_dim=64)
 SMALL = replace(LARGE, batch=1, seq_q=256, seq_k=256, heads=1, kv_heads=1)
-FEATURES = (
+FEATURES: tuple[dict[str, Any], ...] = (
     {}, {"causal": True}, {"causal": True, "window": (1024, 0), "softcap": True, "alibi": True, "sinks": True},
     {"mask": "bool"}, {"mask": "float"},
 )  # fmt: skip
@@ -59,7 +60,8 @@ def compile_tile(tile: Tile, problem: AttentionProblem, gpu: Gpu) -> Resources:
     for side, parts in (("k", tile.parts), ("v", tile.parts_v)):
         for i in range(3):
             part = parts[i] if i < len(parts) else 0
-            argument(f"{side}_desc{i}", f"tensordesc<{problem.dtype}[1,{tile.block_n},1,{part}]>", tile.tma and part > 0)
+            kind = f"tensordesc<{problem.dtype}[1,{tile.block_n},1,{part}]>"
+            argument(f"{side}_desc{i}", kind, tile.tma and part > 0)
     argument("mask_ptr", "*i1" if problem.mask == "bool" else "*fp32", problem.mask is not None)
     argument("slopes_ptr", "*fp32", problem.alibi)
     argument("sinks_ptr", "*fp32", problem.sinks)

@@ -44,7 +44,7 @@ def load_parts(
     ptr, descs, batch, row0, head, rows, stride_s, stride_d,
     DIM: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """The parts of BLOCK rows from `row0` on. Without TMA, `ptr` is at row0 and only `rows` of them are read (None: all)."""
+    """The parts of BLOCK rows from `row0` on. Without TMA, `ptr` is at row0 and only `rows` are read (None: all)."""
     tiles = ()
     start: tl.constexpr = 0
     for i in tl.static_range(len(PARTS)):
@@ -299,8 +299,8 @@ def forward_kernel(
         k = load_parts(k_ptr + n * stride_ks, k_descs, tma_batch, k_row + n, head_k, seq_k - n,
                        stride_ks, stride_kd, DIM, PARTS, BLOCK_N, TMA)  # fmt: skip
         s = logits(scores(q, k, PRECISION), scale, softcap, slope, offs_m, offs_n, shift, SOFTCAP, ALIBI)
-        s, seen = hide(s, offs_m, offs_n, seq_q, seq_k, shift, left, right, mask_ptr, stride_mm, stride_mn,
-                       LEFT, RIGHT, MASK)  # fmt: skip
+        s, _ = hide(s, offs_m, offs_n, seq_q, seq_k, shift, left, right, mask_ptr, stride_mm, stride_mn,
+                    LEFT, RIGHT, MASK)  # fmt: skip
         m_new = tl.maximum(m, tl.max(s, 1))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
         alpha = tl.exp2(m - m_safe)
