@@ -1,0 +1,179 @@
+"""`fk.explain`: which implementation, why not the others, on which tile, and how far from the roofline."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import flashkernels as fk
+from flashkernels.attention.problem import AttentionProblem
+from flashkernels.hardware import GPUS, lookup
+from flashkernels.tiling import STRATEGIES, TilingError, waste
+
+H200 = lookup("h200")
+PROBLEM = AttentionProblem(batch=4, seq_q=4096, seq_k=4096, heads=28, kv_heads=28, head_dim=72, causal=True)
+
+
+def tensors(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.zeros(shape, dtype=dtype) for _ in range(3))
+
+
+@pytest.fixture(scope="module")
+def why() -> Any:
+    return fk.explain("attention", problem=PROBLEM, gpu="h200")
+
+
+def test_head_dim_72_on_an_h200_takes_64_plus_16(why: Any) -> None:
+    assert (why.impl, why.gpu, why.problem) == ("triton", H200, PROBLEM)
+    assert why.chosen.strategy == "exact"
+    assert why.chosen.best.tile.parts == why.chosen.best.tile.parts_v == (64, 16)
+
+
+def test_strategies_are_compared_with_their_waste(why: Any) -> None:
+    assert tuple(c.strategy for c in why.choices) == STRATEGIES
+    exact, standard, split_d, register = why.choices
+    assert waste(72, exact.best.tile.parts) == pytest.approx(0.1)
+    assert waste(72, standard.best.tile.parts) == 0.4375
+    assert exact.best.cost < standard.best.cost
+    assert split_d.reason and register.reason
+
+
+def test_the_roofline_is_arithmetic_on_the_problem_and_the_gpu(why: Any) -> None:
+    pairs = 4 * 4096 * 4097 // 2
+    flops, moved = 2 * 28 * pairs * 144, 2 * 4 * 4096 * 28 * 144 * 2 + 4 * 4 * 4096 * 28
+    assert (PROBLEM.flops(), PROBLEM.bytes()) == (flops, moved)
+    assert why.intensity == pytest.approx(flops / moved)
+    assert why.bound == "compute"
+    assert why.floor == pytest.approx(flops / 989.4e12)
+    assert why.chosen.best.cost > why.floor
+
+
+def test_the_text_says_it_all(why: Any) -> None:
+    text = str(why)
+    lines = text.splitlines()
+    assert lines[0] == "attention bf16 B=4 S=4096, 28 heads, head_dim 72, causal on NVIDIA H200"
+    assert "implementation: triton" in lines
+    for verdict in why.verdicts:
+        if verdict.name != "triton":
+            assert f"  not {verdict.name}: {verdict.reason or 'could serve, but a better one does'}" in lines
+    assert f"tile: {why.chosen.best.tile.name}" in lines
+    (exact,) = (line for line in lines if line.startswith("  > exact"))
+    (standard,) = (line for line in lines if line.startswith("    standard"))
+    assert "64+16" in exact and "waste 10.00%" in exact and "128 " in standard and "waste 43.75%" in standard
+    for line in (exact, standard):
+        assert re.search(r"\d+ KiB shared  ~\d+ registers  \d+ blocks/SM  \d+ µs", line)
+    assert any(line.startswith("    register  Q resident in registers") for line in lines)
+    assert f"work: {PROBLEM.flops() / 1e9:.4g} GFLOP, {PROBLEM.bytes() / 1e6:.4g} MB at least, 1017 FLOP/byte" in lines
+    assert f"roofline: compute bound, at least {why.floor * 1e6:.1f} µs" in lines
+    assert re.search(r"^predicted: \d+\.\d µs, \d+ TFLOPS, \d+% of the roofline$", text, re.MULTILINE)
+
+
+def test_a_tiny_problem_is_memory_bound() -> None:
+    tiny = replace(PROBLEM, batch=1, seq_q=1, seq_k=64, heads=2, kv_heads=2, causal=False)
+    why = fk.explain("attention", problem=tiny, gpu="h200")
+    assert why.bound == "memory"
+    assert why.floor == pytest.approx(tiny.bytes() / 4.8e12)
+    assert "roofline: memory bound" in str(why)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_every_known_gpu_can_be_asked_about(gpu: str) -> None:
+    why = fk.explain("attention", problem=PROBLEM, gpu=gpu)
+    assert why.impl == "triton" and why.chosen.best.tile.parts == (64, 16)
+    assert lookup(gpu).name in str(why)
+
+
+def test_a_gpu_may_be_given_as_a_value() -> None:
+    assert fk.explain("attention", problem=PROBLEM, gpu=replace(H200, name="Mine")).gpu.name == "Mine"
+
+
+def test_the_title_has_every_feature() -> None:
+    problem = replace(
+        PROBLEM, seq_q=100, kv_heads=4, head_dim_v=104, dtype="fp16", window=(64, 0), softcap=True, alibi=True,
+        sinks=True, mask="bool",
+    )  # fmt: skip
+    title = str(fk.explain("attention", problem=problem, gpu="rtx5090")).splitlines()[0]
+    assert title == (
+        "attention fp16 B=4 S=100/4096, 28/4 heads, head_dim 72/104, causal, softcap, alibi, sinks, window (64, 0), "
+        "bool mask on NVIDIA GeForce RTX 5090"
+    )
+
+
+# --- tensors
+
+
+def test_cpu_tensors_are_served_on_the_cpu_without_a_tile() -> None:
+    why = fk.explain("attention", *tensors(1, 64, 2, 72), causal=True)
+    assert why.impl in ("sdpa", "torch")
+    assert (why.problem.device, why.problem.causal, why.problem.head_dim) == ("cpu", True, 72)
+    assert (why.gpu, why.chosen, why.floor, why.bound, why.choices) == (None, None, None, None, ())
+    text = str(why)
+    assert "on the CPU" in text and f"implementation: {why.impl}" in text and "not triton: " in text
+    assert "work: " in text and "tile:" not in text and "roofline" not in text
+
+
+def test_what_is_explained_is_what_is_served() -> None:
+    q, k, v = tensors(1, 5, 2, 8)
+    sinks = torch.zeros(2)
+    assert fk.explain("attention", q, k, v).impl == "sdpa"
+    assert fk.explain("attention", q, k, v, sinks=sinks).impl == "torch"
+    with pytest.raises(fk.UnsupportedError, match="impl='sdpa' cannot serve this call: sdpa: "):
+        fk.attention(q, k, v, sinks=sinks, impl="sdpa")
+    with pytest.raises(fk.UnsupportedError, match="impl='sdpa' cannot serve this call: sdpa: "):
+        fk.explain("attention", q, k, v, sinks=sinks, impl="sdpa")
+
+
+def test_a_named_implementation_is_explained() -> None:
+    why = fk.explain("attention", *tensors(1, 5, 2, 8), impl="torch")
+    assert why.impl == "torch"
+    assert "  not sdpa: could serve, but a better one does" not in str(why)
+
+
+def test_the_layout_is_understood() -> None:
+    q = torch.zeros(2, 3, 50, 40)
+    problem = fk.explain("attention", q, q, q, layout="bhsd").problem
+    assert (problem.batch, problem.heads, problem.seq_q, problem.head_dim) == (2, 3, 50, 40)
+
+
+def test_bad_tensors_are_refused_as_the_call_would() -> None:
+    q, k, v = tensors(1, 5, 2, 8)
+    with pytest.raises(ValueError, match="window"):
+        fk.explain("attention", q, k, v, window=(-2, 0))
+    with pytest.raises(TypeError):
+        fk.explain("attention", q, k)
+
+
+# --- errors
+
+
+def test_an_unknown_op_is_refused() -> None:
+    with pytest.raises(ValueError, match="op='gemm' is not one of 'attention'"):
+        fk.explain("gemm", problem=PROBLEM)
+
+
+def test_tensors_and_a_problem_contradict_each_other() -> None:
+    with pytest.raises(ValueError, match="either tensors with their arguments or a problem"):
+        fk.explain("attention", *tensors(1, 5, 2, 8), problem=PROBLEM)
+    with pytest.raises(ValueError, match="either tensors with their arguments or a problem"):
+        fk.explain("attention", problem=PROBLEM, causal=True)
+
+
+def test_an_unknown_gpu_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"gpu='h300' is not known; known are a100, "):
+        fk.explain("attention", problem=PROBLEM, gpu="h300")
+
+
+def test_an_unknown_implementation_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="impl='hopper' is not one of 'auto', 'triton', 'sdpa', 'torch'"):
+        fk.explain("attention", problem=PROBLEM, gpu="h200", impl="hopper")
+
+
+def test_a_head_dimension_that_triton_rejects_is_explained_with_the_reason() -> None:
+    why = fk.explain("attention", problem=replace(PROBLEM, head_dim=600, head_dim_v=600), gpu="h200")
+    assert why.impl != "triton" and why.chosen is None
+    assert "not triton: head_dim=600 is over 512" in str(why)
+    assert not issubclass(TilingError, fk.UnsupportedError)

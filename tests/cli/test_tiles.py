@@ -1,0 +1,74 @@
+"""`flashkernels tiles`: the list of all tiles, and the gate that compiles them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashkernels.attention.triton.build import every_tile
+from flashkernels.hardware import lookup
+
+TILE = re.compile(r"  (exact|standard|split_d)-\d+x\d+-d[\d+]+-v[\d+]+-w\d-s\d-(tma|pointer)(-r\d+)? \w+ D=\d+ mask=\w+")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-m", "flashkernels", "tiles", *arguments],
+        capture_output=True, text=True, timeout=300, env=environment,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "least"), [("rtx5090", 200), ("h200", 300)])
+def test_it_lists_every_tile_of_a_gpu(key: str, least: int) -> None:
+    done = run("--gpu", key)
+    assert (done.returncode, done.stderr) == (0, "")
+    title, *lines = done.stdout.splitlines()
+    assert title == f"{lookup(key).name}: {len(lines)} tiles"
+    assert len(lines) > least
+    assert all(TILE.fullmatch(line) for line in lines)
+    assert any("bf16" in line for line in lines) and any("fp32" in line for line in lines)
+    assert [line.split()[0] for line in lines] == [tile.name for tile, _ in every_tile(lookup(key))]
+
+
+def test_a_sample_is_every_nth_and_gpus_may_be_several() -> None:
+    done = run("--gpu", "a100,h200", "--sample", "50")
+    assert done.returncode == 0
+    expected: list[str] = []
+    for key in ("a100", "h200"):
+        names = [tile.name for tile, _ in every_tile(lookup(key))][::50]
+        expected += [f"{lookup(key).name}: {len(names)} tiles", *names]
+    lines = done.stdout.splitlines()
+    assert [line if line.endswith(" tiles") else line.split()[0] for line in lines] == expected
+
+
+def test_compiling_a_sample_passes() -> None:
+    done = run("--gpu", "a100", "--sample", "150", "--compile")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "NVIDIA A100-SXM4-80GB: 2 tiles" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--gpu", "h300"), "error: gpu='h300' is not known; known are a100, "),
+        (("--gpu", "h200,"), "error: gpu='' is not known"),
+        (("--sample", "0"), "error: --sample 0 must be at least 1"),
+    ],
+)
+def test_a_refusal_is_one_line_and_exit_code_2(arguments: tuple[str, ...], message: str) -> None:
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(message) and done.stderr.count("\n") == 1
+
+
+def test_the_make_target_uses_options_that_exist() -> None:
+    makefile = Path(__file__).parents[2] / "Makefile"
+    (command,) = re.findall(r"^\t\$\(RUN\) flashkernels tiles (.*)$", makefile.read_text(), re.MULTILINE)
+    shown = run("--help").stdout
+    assert all(option in shown for option in command.split() if option.startswith("--"))
