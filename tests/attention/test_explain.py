@@ -87,6 +87,12 @@ def test_every_known_gpu_can_be_asked_about(gpu: str) -> None:
     assert lookup(gpu).name in str(why)
 
 
+@pytest.mark.parametrize(("dim", "dim_v", "tma"), [(72, 72, True), (72, 104, True), (33, 72, False), (72, 33, False)])
+def test_tma_needs_rows_of_16_bytes_in_k_and_in_v(dim: int, dim_v: int, tma: bool) -> None:
+    why = fk.explain("attention", problem=replace(PROBLEM, head_dim=dim, head_dim_v=dim_v), gpu="h200")
+    assert why.chosen.best.tile.tma == tma
+
+
 def test_a_gpu_may_be_given_as_a_value() -> None:
     assert fk.explain("attention", problem=PROBLEM, gpu=replace(H200, name="Mine")).gpu.name == "Mine"
 
@@ -130,7 +136,8 @@ def test_what_is_explained_is_what_is_served() -> None:
 def test_a_named_implementation_is_explained() -> None:
     why = fk.explain("attention", *tensors(1, 5, 2, 8), impl="torch")
     assert why.impl == "torch"
-    assert "  not sdpa: could serve, but a better one does" not in str(why)
+    assert "implementation: torch" in str(why)
+    assert "not sdpa: could serve, but a better one does" not in str(why)  # torch was asked for, it is not better
 
 
 def test_the_layout_is_understood() -> None:

@@ -6,6 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
+
+from flashkernels.cli import app
 
 ISSUE = ("attention", "--head-dim", "72", "--seq", "4096", "--gpu", "h200", "--causal")
 
@@ -28,7 +31,7 @@ def test_it_prints_everything_that_decides_the_call() -> None:
 
 
 def test_the_same_question_has_the_same_answer() -> None:
-    assert run(*ISSUE).stdout == run(*ISSUE).stdout
+    assert CliRunner().invoke(app, ["explain", *ISSUE]).stdout == run(*ISSUE).stdout
 
 
 def test_every_option_reaches_the_problem() -> None:
@@ -64,10 +67,15 @@ def test_every_option_reaches_the_problem() -> None:
     ids=lambda value: " ".join(value[1:]) or "gemm" if isinstance(value, tuple) else "",
 )
 def test_a_refusal_is_one_line_and_exit_code_2(arguments: tuple[str, ...], message: str) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith(message) and done.stderr.count("\n") == 1
+    result = CliRunner().invoke(app, ["explain", *arguments])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(message) and result.stderr.count("\n") == 1
+
+
+def test_a_refusal_of_the_real_command_has_no_traceback() -> None:
+    done = run("attention", "--gpu", "h300")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: gpu='h300' is not known; known are a100, ") and done.stderr.count("\n") == 1
 
 
 def test_help_lists_the_options() -> None:

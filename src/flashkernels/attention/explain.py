@@ -8,9 +8,9 @@ from typing import Any
 from flashkernels import hardware
 from flashkernels.attention.problem import AttentionProblem
 from flashkernels.attention.triton import tiles
-from flashkernels.dispatch import UnsupportedError, Verdict, verdicts
+from flashkernels.dispatch import Verdict, select, verdicts
 from flashkernels.hardware import Gpu
-from flashkernels.tiling import Choice, waste
+from flashkernels.tiling import Choice, override, waste
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Explanation:
     problem: AttentionProblem
     gpu: Gpu | None
     impl: str
+    named: bool  # asked for by name, not chosen
     verdicts: list[Verdict]
     choices: tuple[Choice, ...]
 
@@ -54,8 +55,9 @@ class Explanation:
     def __str__(self) -> str:
         p = self.problem
         lines = [f"{_title(p)} on {self.gpu.name if self.gpu else 'the CPU'}", "", f"implementation: {self.impl}"]
+        instead = f"could serve, but {self.impl} was asked for" if self.named else "could serve, but a better one does"
         lines += [
-            f"  not {verdict.name}: {verdict.reason or 'could serve, but a better one does'}"
+            f"  not {verdict.name}: {verdict.reason or instead}"
             for verdict in self.verdicts
             if verdict.name != self.impl
         ]
@@ -105,15 +107,17 @@ def explain(op: str, *tensors: Any, gpu: str | Gpu | None = None, **arguments: A
         gpu = hardware.lookup(gpu)
     elif gpu is None and problem.device == "cuda":
         gpu = hardware.detect(tensors[0].device if tensors else None)
-    answers = verdicts(IMPLS, problem, gpu)
-    served = [v.name for v in answers if v.reason is None and impl in ("auto", v.name)]
-    if not served:
-        reasons = "; ".join(f"{v.name}: {v.reason}" for v in answers if impl in ("auto", v.name))
-        raise UnsupportedError(f"impl={impl!r} cannot serve this call: {reasons}")
+    chosen = select(IMPLS, problem, gpu, impl).name
     choices: tuple[Choice, ...] = ()
     if gpu is not None and problem.device == "cuda":
-        choices = tiles.compare(problem, gpu, problem.head_dim * problem.element_bytes % 16 == 0)
-    return Explanation(problem, gpu, served[0], answers, choices)
+        tma = not (problem.head_dim % 8 or problem.head_dim_v % 8)  # rows of contiguous tensors that TMA can address
+        choices = tiles.compare(problem, gpu, tma)
+        forced = override()
+        if isinstance(forced, str):
+            choices = tuple(
+                c if c.strategy == forced else Choice(c.strategy, None, f"use_tile asks for {forced}") for c in choices
+            )
+    return Explanation(problem, gpu, chosen, impl != "auto", verdicts(IMPLS, problem, gpu), choices)
 
 
 def _title(p: AttentionProblem) -> str:

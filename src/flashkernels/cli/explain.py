@@ -37,9 +37,15 @@ def explain(
     for name, number in (("--head-dim", head_dim), ("--seq", seq), ("--batch", batch)):
         if number < 1:
             raise ValueError(f"{name} {number} must be at least 1")
+    optional = {"--head-dim-v": head_dim_v, "--seq-q": seq_q, "--heads": heads, "--kv-heads": kv_heads}
+    for name, number in optional.items():
+        if number < 0:
+            raise ValueError(f"{name} {number} must not be negative")
+    if min(window) < -1:
+        raise ValueError(f"--window {window[0]} {window[1]} has a side below -1; -1 means unbounded")
     heads = heads or max(1, round(2048 / head_dim))
     kv_heads = kv_heads or heads
-    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+    if heads % kv_heads:
         raise ValueError(f"--heads {heads} is not a multiple of --kv-heads {kv_heads}")
     here = hardware.lookup(gpu) if gpu else hardware.detect()
     problem = AttentionProblem(

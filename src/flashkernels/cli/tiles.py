@@ -19,6 +19,7 @@ def tiles(
 
     from flashkernels import hardware
     from flashkernels.attention.triton.build import compile_tile, every_tile
+    from flashkernels.attention.triton.tiles import TENSOR_COLUMNS
 
     if sample < 1:
         raise ValueError(f"--sample {sample} must be at least 1")
@@ -33,9 +34,10 @@ def tiles(
                 typer.echo(what)
                 continue
             made = compile_tile(tile, problem, one)
-            if made.shared > one.shared_per_block:
+            if made.shared > one.shared_per_block or made.tensor_columns > TENSOR_COLUMNS:
                 broken += 1
-                typer.echo(f"{what}: {made.shared} B of shared memory, the limit is {one.shared_per_block}", err=True)
+                needs = f"{made.shared} B of shared memory, {made.tensor_columns} columns of tensor memory"
+                typer.echo(f"{what}: {needs}; the limits are {one.shared_per_block} and {TENSOR_COLUMNS}", err=True)
     if broken:
         typer.echo(f"error: {broken} tiles do not fit", err=True)
         sys.exit(1)

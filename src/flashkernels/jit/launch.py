@@ -7,20 +7,16 @@ that once. The caller promises that later calls agree with the first in everythi
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from triton import knobs
-from triton.runtime.errors import PTXASError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashkernels.jit.mode import interpreting
 
 MOST_MAPS = 256
-# ptxas 12.8 (Triton 3.6) crashes at its default level on a few kernels, such as a float mask with a window at D=72/104.
-GENTLE = {"ptx_options": "-O1"}
 
 
 class Descriptor:
@@ -49,21 +45,13 @@ class Launcher:
         """Runs `grid` programs. The kernel takes `tensors` (pointers, descriptors, None) first, then `numbers`, then
         its constants."""
         if self.compiled is None:
-            compiled = self._compile_and_run(grid, tensors, numbers)
+            compiled = self.kernel[(grid,)](*map(_validated, tensors), *numbers, **self.constants, **self.options)
             if not interpreting():
                 self.compiled, self.direct = compiled, Direct.of(compiled)
         elif self.direct and device is not None and not _hooked():
             self.direct(grid, torch._C._cuda_getCurrentRawStream(device), tensors, numbers, self.constants.values())
         else:
             self.compiled[(grid, 1, 1)](*map(_validated, tensors), *numbers, *self.constants.values())
-
-    def _compile_and_run(self, grid: int, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
-        args = (*map(_validated, tensors), *numbers)
-        try:
-            return self.kernel[(grid,)](*args, **self.constants, **self.options)
-        except PTXASError as error:
-            warnings.warn(f"ptxas failed on {self.kernel.__name__}, compiling it again with -O1: {error}", stacklevel=2)
-            return self.kernel[(grid,)](*args, **self.constants, **self.options, **GENTLE)
 
 
 class Direct:

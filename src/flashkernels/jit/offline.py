@@ -12,9 +12,6 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.errors import PTXASError
-
-from flashkernels.jit.launch import GENTLE
 
 
 @dataclass(frozen=True)
@@ -22,6 +19,7 @@ class Resources:
     """What one compiled kernel uses, from its machine code."""
 
     shared: int
+    tensor_columns: int  # of tensor memory; 0 before sm_100
     registers: int
     spills: int  # bytes of local memory a thread
     sass: str
@@ -44,15 +42,11 @@ def compile_for(
     signature = {name: types.get(name, "constexpr") for name in names}
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, constants, attrs)
-    target = GPUTarget("cuda", cc, 32)
-    try:
-        compiled = triton.compile(source, target=target, options=options)
-    except PTXASError:  # as the launcher does
-        compiled = triton.compile(source, target=target, options=options | GENTLE)
-    return _resources(compiled.asm["cubin"], compiled.metadata.shared)
+    compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options=options)
+    return _resources(compiled.asm["cubin"], compiled.metadata.shared, compiled.metadata.tmem_size or 0)
 
 
-def _resources(cubin: bytes, shared: int) -> Resources:
+def _resources(cubin: bytes, shared: int, tensor_columns: int) -> Resources:
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -62,7 +56,7 @@ def _resources(cubin: bytes, shared: int) -> Resources:
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found is None:
         raise RuntimeError(f"cuobjdump -res-usage gave no resource line: {usage!r}")
-    return Resources(shared, int(found[1]), int(found[2]), sass)
+    return Resources(shared, tensor_columns, int(found[1]), int(found[2]), sass)
 
 
 def _output(*command: object) -> str:

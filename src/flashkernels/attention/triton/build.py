@@ -18,7 +18,7 @@ LARGE = AttentionProblem(batch=4, seq_q=4096, seq_k=4096, heads=16, kv_heads=16,
 SMALL = replace(LARGE, batch=1, seq_q=256, seq_k=256, heads=1, kv_heads=1)
 FEATURES: tuple[dict[str, Any], ...] = (
     {}, {"causal": True}, {"causal": True, "window": (1024, 0), "softcap": True, "alibi": True, "sinks": True},
-    {"mask": "bool"}, {"mask": "float"},
+    {"mask": "bool"}, {"mask": "float"}, {"mask": "float", "causal": True, "window": (1024, 0)},
 )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from flashkernels.tiling import (
 )
 
 LARGEST_DIM = 512
+TENSOR_COLUMNS = 512  # of an sm_100 multiprocessor's tensor memory
 SPLIT_ABOVE = 256  # from here on the head dimension is read in chunks
 
 
@@ -133,12 +134,21 @@ def candidates(strategy: str, problem: AttentionProblem, gpu: Gpu, tma: bool) ->
             continue  # register caps are measured on Hopper only
         if gpu.has_wgmma and problem.element_bytes == 2 and shape.block_m < 64 and max(sum(parts), sum(parts_v)) <= 256:
             continue  # wgmma computes 64 rows at a time
+        if gpu.capability[0] == 10 and tensor_columns(shape, parts_v) > TENSOR_COLUMNS:
+            continue
         if problem.mask and shape.block_m * shape.block_n > 64 * 64:
             continue  # a mask's addresses and values take registers and shared memory of their own
         if problem.element_bytes > 2 and shape.block_m > 16 and max(sum(parts), sum(parts_v)) > WIDEST_ROWS_FP32:
             continue
         for stages in (3, 2, 1):
             yield Tile(strategy, *shape[:2], parts, parts_v, shape.warps, stages, tma, shape.registers)
+
+
+def tensor_columns(shape: Shape, parts_v: tuple[int, ...]) -> float:
+    """Columns of tensor memory that tcgen05 takes on sm_100: the accumulators, and as compiled 3.5 tiles of scores."""
+    if shape.block_m < 64:
+        return 0  # mma.sync
+    return sum(parts_v) + 3.5 * shape.block_n * shape.block_m / 128
 
 
 def ruled(strategy: str, problem: AttentionProblem, gpu: Gpu, tma: bool) -> Candidate | None:
@@ -179,17 +189,21 @@ def shared_bytes(tile: Tile, problem: AttentionProblem) -> int:
     stage = tile.block_n * (width + width_v) * problem.element_bytes
     stage += {None: 0, "bool": 1, "float": 4}[problem.mask] * scores
     scratch = 2048 + (5 * scores if problem.mask else 0)
-    return tile.block_m * width * problem.element_bytes + tile.stages * stage + scratch
+    in_registers = problem.element_bytes > 2 and tile.block_m <= 16  # where fp32 keeps the few rows of Q
+    q = 0 if in_registers else tile.block_m * width * problem.element_bytes
+    return q + tile.stages * stage + scratch
 
 
 def registers(tile: Tile, problem: AttentionProblem, gpu: Gpu) -> int:
     """Accumulators, scores in fp32, probabilities in the input type, and addresses and row statistics."""
     threads = 32 * tile.warps
     per_row = sum(tile.parts_v) + tile.block_n + tile.block_n * problem.element_bytes // 4
+    addresses = 0 if tile.tma else 64
     if gpu.capability[0] in (8, 12):  # mma.sync takes Q from registers; wgmma and tcgen05 from shared memory
         per_row += sum(tile.parts) * problem.element_bytes // 4
+        addresses = 64
     extras = 24 * (problem.softcap or problem.alibi) + 24 * (problem.mask is not None) + 8 * (problem.window[0] >= 0)
-    return tile.block_m * per_row // threads + 32 + extras
+    return tile.block_m * per_row // threads + 32 + extras + (addresses if problem.element_bytes == 2 else 0)
 
 
 # Constants of the cost below, fitted to 480 tiles timed on an H200 (2026-11-15): 14 % typical error.
