@@ -161,9 +161,7 @@ MOST_PLANS = 4096
 
 def _signature(tensors: Tensors) -> tuple[Any, ...]:
     """All that a plan may depend on, of the tensors. Alignment matters to TMA and to vector loads."""
-    return tuple(
-        [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors]
-    )
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors])
 
 
 def _plan(
@@ -259,9 +257,7 @@ def attention_op(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     tensors = Tensors(q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k)
     window = (window_left, window_right)
-    out, lse = _run(
-        tensors, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window, softcap, layout, need_lse, impl
-    )
+    out, lse = _run(tensors, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window, softcap, layout, need_lse, impl)
     return out, q.new_empty(0, dtype=lse_dtype(q)) if lse is None or not need_lse else lse
 
 
@@ -322,4 +318,3 @@ def _fake_backward(
         q.new_empty(0) if x is None or not x.dtype.is_floating_point else x.new_empty(x.shape)
         for x in (q, k, v, alibi_slopes, sinks, mask)
     ]
-
