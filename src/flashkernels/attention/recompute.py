@@ -107,7 +107,7 @@ def add_gradients(
     if grad_mask is not None:
         grad_mask += ds.sum_to_size(grad_mask.shape)
     ds = ds * slope_of_cap * scale
-    _add(grads[0], chunk, chunk.rows, ds @ k, 1)
+    _add(grads[0], chunk, chunk.rows, ds @ torch.where(k.isfinite(), k, 0.0), 1)  # a NaN that is seen is in dS already
     _add(grads[1], chunk, chunk.keys, ds.transpose(-1, -2) @ q, group)
     _add(grads[2], chunk, chunk.keys, p.transpose(-1, -2) @ do, group)
 
