@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -76,6 +77,8 @@ class Direct:
     @staticmethod
     def of(compiled: Any) -> Direct | None:
         """The direct launcher of a compiled kernel, or None where Triton is built otherwise than expected."""
+        if not triton.__version__.startswith("3.6."):
+            return None  # later launchers take other arguments
         wrapper = getattr(compiled.run, "launch", None)
         names = getattr(getattr(wrapper, "__code__", None), "co_freevars", ())
         run = compiled.run
