@@ -164,16 +164,24 @@ def _signature(tensors: Tensors) -> tuple[Any, ...]:
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors])
 
 
+def _problem(
+    tensors: Tensors, max_q: int, max_k: int, causal: bool, softmax_scale: float | None, window: tuple[int, int],
+    softcap: float, layout: str = "bshd", need_lse: bool = False,
+) -> AttentionProblem:  # fmt: skip
+    q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k = tensors
+    return described(
+        q, k, v, causal=causal, softmax_scale=softmax_scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes,
+        sinks=sinks, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_q,
+        max_seqlen_k=max_k, need_lse=need_lse, layout=layout,
+    )  # fmt: skip
+
+
 def _plan(
     tensors: Tensors, max_q: int, max_k: int, causal: bool, softmax_scale: float | None, window: tuple[int, int],
     softcap: float, layout: str, need_lse: bool, impl: str,
 ) -> Run:  # fmt: skip
     """The prepared launch for tensors of this signature: validation, dispatch and tiling happen here, once."""
-    problem = described(
-        tensors.q, tensors.k, tensors.v, causal=causal, softmax_scale=softmax_scale, window=window, softcap=softcap,
-        alibi_slopes=tensors.alibi_slopes, sinks=tensors.sinks, mask=tensors.mask, cu_seqlens_q=tensors.cu_seqlens_q,
-        cu_seqlens_k=tensors.cu_seqlens_k, max_seqlen_q=max_q, max_seqlen_k=max_k, need_lse=need_lse, layout=layout,
-    )  # fmt: skip
+    problem = _problem(tensors, max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse)
     gpu = hardware.detect(tensors.q.device) if problem.device == "cuda" else None
     return select(IMPLS, problem, gpu, impl).load().plan(problem, gpu, tensors)
 
@@ -215,11 +223,7 @@ def _call(
             return _call(_autocast(tensors, device), *settings)
     if not torch.compiler.is_compiling() and isinstance(window, tuple) and _unwatched(tensors):
         return _run(tensors, *settings)  # type: ignore[return-value]
-    described(
-        *tensors[:3], causal=causal, softmax_scale=softmax_scale, window=window, softcap=softcap,
-        alibi_slopes=tensors.alibi_slopes, sinks=tensors.sinks, mask=tensors.mask, cu_seqlens_q=tensors.cu_seqlens_q,
-        cu_seqlens_k=tensors.cu_seqlens_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
-    )  # fmt: skip
+    _problem(tensors, max_q, max_k, causal, softmax_scale, window, softcap)  # the same errors as eager
     scale = tensors.q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     return attention_op(*tensors, max_q, max_k, causal, scale, window[0], window[1], softcap, layout, need_lse, impl)
 
@@ -299,12 +303,9 @@ def attention_backward_op(
     softcap: float,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, alibi_slopes, sinks and mask; an empty tensor stands for one that does not exist."""
-    problem = described(
-        q, k, v, causal=causal, softmax_scale=softmax_scale, window=(window_left, window_right), softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=sinks, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-    )  # fmt: skip
     tensors = Tensors(q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k)
+    window = (window_left, window_right)
+    problem = _problem(tensors, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window, softcap)
     grads = recompute.backward(problem, tensors, grad_out, grad_lse, softmax_scale, softcap)
     return [q.new_empty(0) if g is None else g for g in grads]
 

@@ -30,8 +30,8 @@ class Explanation:
     @property
     def chosen(self) -> Choice | None:
         """The strategy whose tile runs."""
-        served = [c for c in self.choices if c.best]
-        return min(served, key=lambda c: c.best.cost) if served and self.impl == "triton" else None  # type: ignore[union-attr]
+        served = [(c.best.cost, i) for i, c in enumerate(self.choices) if c.best]
+        return self.choices[min(served)[1]] if served and self.impl == "triton" else None
 
     @property
     def intensity(self) -> float:

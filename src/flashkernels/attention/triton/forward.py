@@ -288,7 +288,7 @@ def forward_kernel(
     masked_blocks = edge_blocks + (full - start) // BLOCK_N
 
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # running maximum, log2 units
-    l = tl.zeros((BLOCK_M,), tl.float32)  # running sum  # noqa: E741
+    total = tl.zeros((BLOCK_M,), tl.float32)  # running sum
     acc = ()
     for i in tl.static_range(len(PARTS_V)):
         acc = acc + (tl.zeros((BLOCK_M, tl.constexpr(PARTS_V[i])), tl.float32),)
@@ -305,7 +305,7 @@ def forward_kernel(
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
         alpha = tl.exp2(m - m_safe)
         p = tl.exp2(s - m_safe[:, None])
-        l = l * alpha + tl.sum(p, 1)  # noqa: E741
+        total = total * alpha + tl.sum(p, 1)
         m = m_new
         v = load_parts(v_ptr + n * stride_vs, v_descs, tma_batch, k_row + n, head_k, seq_k - n,
                        stride_vs, stride_vd, DIM_V, PARTS_V, BLOCK_N, TMA)  # fmt: skip
@@ -327,7 +327,7 @@ def forward_kernel(
                 m_new = tl.maximum(m, tl.max(s, 1))
                 p = tl.exp2(s - m_new[:, None])
             alpha = tl.exp2(m - m_new)
-            l = l * alpha + tl.sum(p, 1)  # noqa: E741
+            total = total * alpha + tl.sum(p, 1)
             m = m_new
             v = load_parts(v_ptr + n * stride_vs, v_descs, tma_batch, k_row + n, head_k, None,
                            stride_vs, stride_vd, DIM_V, PARTS_V, BLOCK_N, TMA)  # fmt: skip
@@ -338,16 +338,16 @@ def forward_kernel(
         m_new = tl.maximum(m, sink)
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m - m_safe)
-        l = l * alpha + tl.exp2(sink - m_safe)  # noqa: E741
+        total = total * alpha + tl.exp2(sink - m_safe)
         acc = rescale(acc, alpha)
         m = m_new
 
     inside = offs_m < seq_q
     if lse_ptr is not None:
-        lse = tl.where(l == 0, float("-inf"), (m + tl.log2(l)) * LN2)
+        lse = tl.where(total == 0, float("-inf"), (m + tl.log2(total)) * LN2)
         lse_ptr += batch * stride_lb + head * stride_lh + q_row
         tl.store(lse_ptr + offs_m, lse, mask=inside)
-    inverse = 1 / tl.where(l == 0, 1.0, l)
+    inverse = 1 / tl.where(total == 0, 1.0, total)
     o_ptr += batch * stride_ob + (q_row + row0) * stride_os + head * stride_oh
     o_rows = o_ptr + tl.arange(0, BLOCK_M)[:, None] * stride_os
     # A hidden key has p = 0, but 0 * Inf and 0 * NaN are NaN: a NaN or Inf in a hidden row of V would reach rows that

@@ -56,8 +56,8 @@ class Rule(NamedTuple):
     tflops: float
 
 
-# H200, 2026-11-15, bf16, B=4, S=4096, heated, full attention, counted at the computed width: 2 to 12 % ahead of what
-# `seconds` would pick among the same tiles. Three parts over 128 are slow: 200 to 224 are better padded to 256.
+# H200, 2026-11-15, bf16, B=4, S=4096, heated, full attention, counted at the computed width: on average 4 % ahead of
+# what `seconds` would pick among the same tiles. Three parts over 128 are slow: 200 to 224 are better padded to 256.
 ALIGNED = (
     Rule(48, Shape(64, 128, 4, 168), 2, 318),
     Rule(64, Shape(64, 128, 4, 168), 2, 432),
@@ -206,7 +206,9 @@ def registers(tile: Tile, problem: AttentionProblem, gpu: Gpu) -> int:
     return tile.block_m * per_row // threads + 32 + extras + (addresses if problem.element_bytes == 2 else 0)
 
 
-# Constants of the cost below, fitted to 480 tiles timed on an H200 (2026-11-15): 14 % typical error.
+# Constants of the cost below, fitted to 412 timings of tiles on an H200 (2026-11-15, cycles at 1.6 to 1.7 GHz): 15 %
+# RMS error, and its pick is on average 4 % (at worst 20 %) behind the best one timed. `seconds` counts at the nominal
+# clock, so it is about 15 % too fast on a heated chip. The penalty of a single stage is a guess.
 CYCLES_PER_LANE = 8.0  # instructions of the softmax for one score, of the kind that 128 lanes issue together
 LOOP_INSTRUCTIONS = 72.0  # bookkeeping of one key block, in every warp
 LOAD_BYTES_PER_CYCLE = 42.0  # K and V into one multiprocessor's shared memory, from the L2
