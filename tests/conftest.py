@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -47,6 +48,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if item.get_closest_marker("slow") and not sampled(item.nodeid)]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("slow") or sampled(item.nodeid)]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where this run keeps compiled CUDA kernels: the FLASHKERNELS_CACHE that was given, or else a temporary folder
+    that its processes share. Never the cache of whoever runs the tests."""
+    given = os.environ.get("FLASHKERNELS_CACHE")
+    base = tmp_path_factory.getbasetemp()
+    folder = Path(given) if given else (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLASHKERNELS_CACHE", str(folder))
+        yield folder
 
 
 @pytest.fixture(autouse=True)

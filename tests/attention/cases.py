@@ -154,3 +154,29 @@ def ragged(
         return torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32, device=device)
 
     return Ragged(q, k, v, starts(lens_q), starts(lens_k), max(lens_q, default=0), max(lens_k, default=0))
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A paged cache: keys and values in pages, and the pages of each sequence."""
+
+    k: Tensor  # (pages, page_size, H_kv, D)
+    v: Tensor
+    table: Tensor  # (B, max_pages) int32
+
+
+def paged(batch: Ragged, page_size: int, *, seed: int = 0, spare: int = 2) -> Pages:
+    """The keys and values of a ragged batch in shuffled pages. What belongs to no key is NaN, also in `spare` pages."""
+    ends = batch.cu_k.tolist()
+    counts = [-(-(end - start) // page_size) for start, end in itertools.pairwise(ends)]
+    total, most = sum(counts) + spare, -(-batch.max_k // page_size)
+    order = torch.randperm(total, generator=generator(seed)).tolist()
+    table = torch.full((len(counts), most), order[-1] if spare else 0, dtype=torch.int32)
+    k, v = (x.new_full((total, page_size, *x.shape[1:]), float("nan")) for x in (batch.k, batch.v))
+    for b, count in enumerate(counts):
+        for page in range(count):
+            at = table[b, page] = order.pop(0)
+            rows = slice(ends[b] + page * page_size, min(ends[b + 1], ends[b] + (page + 1) * page_size))
+            for pages, x in ((k, batch.k), (v, batch.v)):
+                pages[at, : rows.stop - rows.start] = x[rows]
+    return Pages(k, v, table.to(batch.q.device))

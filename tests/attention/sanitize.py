@@ -1,6 +1,7 @@
-"""A dozen small calls that between them take every branch of the GPU kernel, for compute-sanitizer.
+"""Small calls that between them take every branch of a GPU kernel, Triton's or the Hopper one, for compute-sanitizer.
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.attention.sanitize
+    compute-sanitizer --tool racecheck --error-exitcode 1 python -m tests.attention.sanitize hopper
 
 Each tensor is an allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING=1), so that a read past its end
 is out of bounds and not merely inside the allocator's block.
@@ -9,13 +10,14 @@ is out of bounds and not merely inside the allocator's block.
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
 
 import flashkernels as fk
 
 from . import oracle
-from .cases import EVERYTHING, Shape, keywords, qkv, ragged
+from .cases import EVERYTHING, Shape, keywords, paged, qkv, ragged
 
 CASES = (
     # odd lengths and head dimensions, so that every tile has an end
@@ -35,23 +37,92 @@ CASES = (
 )
 
 
-def main() -> None:
-    os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # read at the first allocation
-    for features, shape, dtype in CASES:
+# Of the Hopper kernel: every flag, few and many warpgroups, packed heads, keys in parts, clusters, all chunk widths.
+HOPPER = (
+    ("plain", Shape(b=2, sq=130, sk=131, h=2, hkv=2, d=64), torch.bfloat16),
+    ("plain", Shape(b=12, sq=130, sk=131, h=24, hkv=24, d=128), torch.bfloat16),  # clusters
+    ("causal", Shape(b=2, sq=77, sk=201, h=3, hkv=1, d=72), torch.bfloat16),
+    ("causal", Shape(b=4, sq=450, sk=300, h=40, hkv=40, d=40), torch.float16),  # three warpgroups, rows without keys
+    ("window", Shape(b=1, sq=150, sk=150, h=2, hkv=1, d=96, dv=48), torch.bfloat16),
+    ("left+softcap", Shape(b=1, sq=65, sk=200, h=2, hkv=1, d=16), torch.bfloat16),
+    ("right+scale", Shape(b=1, sq=65, sk=200, h=2, hkv=1, d=112), torch.bfloat16),
+    ("alibi2d+sinks", Shape(b=2, sq=65, sk=129, h=2, hkv=1, d=128), torch.bfloat16),
+    ("plain", Shape(b=1, sq=33, sk=97, h=1, hkv=1, d=256), torch.bfloat16),
+    ("causal", Shape(b=1, sq=33, sk=97, h=1, hkv=1, d=24, dv=256), torch.float16),
+    ("causal", Shape(b=1, sq=1, sk=3000, h=8, hkv=1, d=128), torch.bfloat16),  # packed, in parts
+    ("causal+sinks", Shape(b=1, sq=100, sk=2500, h=2, hkv=2, d=64), torch.bfloat16),
+    ("causal", Shape(b=1, sq=5, sk=300, h=14, hkv=2, d=80), torch.bfloat16),  # 7 heads: a row of 64 stays empty
+    ("+".join(EVERYTHING), Shape(b=1, sq=90, sk=75, h=3, hkv=1, d=80), torch.bfloat16),
+    ("+".join(EVERYTHING), Shape(b=1, sq=70, sk=900, h=4, hkv=2, d=160), torch.float16),
+)
+RAGGED = ([50, 0, 1, 133], [70, 9, 0, 133])
+
+
+def done(what: object, features: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    print(f"ok  {what}  {features}  {str(dtype).removeprefix('torch.')}", flush=True)
+
+
+def dense(impl: str) -> None:
+    for features, shape, dtype in HOPPER if impl == "hopper" else CASES:
         inputs, named = qkv(shape, dtype, device="cuda"), keywords(features, shape, "cuda")
-        out, lse = fk.attention(*inputs, return_lse=True, impl="triton", **named)
+        out, lse = fk.attention(*inputs, return_lse=True, impl=impl, **named)
         torch.cuda.synchronize()
         oracle.assert_correct(out, lse, *inputs, **named)
-        print(f"ok  {shape}  {features}  {str(dtype).removeprefix('torch.')}", flush=True)
+        done(shape, features, dtype)
+
+
+def varlen(impl: str) -> None:
     for dim in (64, 72):
         shape = Shape(b=4, h=3, hkv=1, d=dim)
-        batch = ragged([50, 0, 1, 133], [70, 9, 0, 133], shape, torch.bfloat16, device="cuda")
+        batch = ragged(*RAGGED, shape, torch.bfloat16, device="cuda")
         named = keywords(EVERYTHING, shape, "cuda")
-        out, lse = fk.attention_varlen(*batch.args, return_lse=True, impl="triton", **named)
+        out, lse = fk.attention_varlen(*batch.args, return_lse=True, impl=impl, **named)
         torch.cuda.synchronize()
         oracle.assert_correct_varlen(out, lse, *batch.tensors, **named)
-        print(f"ok  varlen d{dim}  {'+'.join(EVERYTHING)}", flush=True)
+        done(f"varlen d{dim}", "+".join(EVERYTHING))
+
+
+def pages() -> None:
+    for features in ("plain", "causal", "+".join(EVERYTHING)):
+        shape = Shape(b=4, h=3, hkv=1, d=72)
+        batch = ragged(*RAGGED, shape, torch.bfloat16, device="cuda")
+        cache, named = paged(batch, 64, spare=0), keywords(features, shape, "cuda")
+        args = (batch.q, cache.k, cache.v, *batch.args[3:])
+        out, lse = fk.attention_varlen(*args, block_table=cache.table, return_lse=True, impl="hopper", **named)
+        torch.cuda.synchronize()
+        oracle.assert_correct_varlen(out, lse, *batch.tensors, **named)
+        done("paged d72", features)
+
+
+def poison() -> None:
+    """NaN behind a mask: the rows are made again by plain loads."""
+    for shape in (Shape(b=1, sq=150, sk=150, h=2, hkv=1, d=72), Shape(b=1, sq=20, sk=2500, h=2, hkv=1, d=64)):
+        q, k, v = qkv(shape, torch.bfloat16, device="cuda")
+        v[:, -10:] = float("nan")
+        out, lse = fk.attention(q, k, v, causal=True, return_lse=True, impl="hopper")
+        torch.cuda.synchronize()
+        oracle.assert_correct(out, lse, q, k, v, causal=True)
+        done(shape, "NaN in v")
+
+
+def negative() -> None:
+    shape = Shape(b=1, sq=70, sk=140, h=2, hkv=1, d=64)
+    inputs = qkv(shape, torch.bfloat16, device="cuda")
+    out, lse = fk.attention(*inputs, softmax_scale=-0.3, return_lse=True, impl="hopper")
+    torch.cuda.synchronize()
+    oracle.assert_correct(out, lse, *inputs, softmax_scale=-0.3)
+    done(shape, "scale below 0")
+
+
+def main(impl: str = "triton") -> None:
+    os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # read at the first allocation
+    dense(impl)
+    varlen(impl)
+    if impl == "hopper":
+        pages()
+        poison()
+        negative()
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

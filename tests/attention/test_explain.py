@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+import subprocess
+import sys
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 
 import flashkernels as fk
+from flashkernels.attention import explain as module
+from flashkernels.attention.hopper.source import HopperTile
 from flashkernels.attention.problem import AttentionProblem
 from flashkernels.hardware import GPUS, lookup
 from flashkernels.tiling import STRATEGIES, TilingError, waste
@@ -24,11 +28,17 @@ def tensors(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tens
 
 @pytest.fixture(scope="module")
 def why() -> Any:
+    """The portable kernel's answer."""
+    return fk.explain("attention", problem=PROBLEM, gpu="h200", impl="triton")
+
+
+@pytest.fixture(scope="module")
+def best() -> Any:
     return fk.explain("attention", problem=PROBLEM, gpu="h200")
 
 
-def test_head_dim_72_on_an_h200_takes_64_plus_16(why: Any) -> None:
-    assert (why.impl, why.gpu, why.problem) == ("triton", H200, PROBLEM)
+def test_head_dim_72_in_triton_takes_64_plus_16(why: Any) -> None:
+    assert (why.impl, why.gpu, why.problem, why.hopper) == ("triton", H200, PROBLEM, None)
     assert why.chosen.strategy == "exact"
     assert why.chosen.best.tile.parts == why.chosen.best.tile.parts_v == (64, 16)
 
@@ -59,7 +69,7 @@ def test_the_text_says_it_all(why: Any) -> None:
     assert "implementation: triton" in lines
     for verdict in why.verdicts:
         if verdict.name != "triton":
-            assert f"  not {verdict.name}: {verdict.reason or 'could serve, but a better one does'}" in lines
+            assert f"  not {verdict.name}: {verdict.reason or 'could serve, but triton was asked for'}" in lines
     assert f"tile: {why.chosen.best.tile.name}" in lines
     (exact,) = (line for line in lines if line.startswith("  > exact"))
     (standard,) = (line for line in lines if line.startswith("    standard"))
@@ -70,6 +80,97 @@ def test_the_text_says_it_all(why: Any) -> None:
     assert f"work: {PROBLEM.flops() / 1e9:.4g} GFLOP, {PROBLEM.bytes() / 1e6:.4g} MB at least, 1017 FLOP/byte" in lines
     assert f"roofline: compute bound, at least {why.floor * 1e6:.1f} µs" in lines
     assert re.search(r"^predicted: \d+\.\d µs, \d+ TFLOPS, \d+% of the roofline$", text, re.MULTILINE)
+
+
+# --- the Hopper kernel
+
+
+def test_head_dim_72_on_an_h200_is_served_by_hopper_at_its_exact_size(best: Any) -> None:
+    assert (best.impl, best.gpu, best.chosen) == ("hopper", H200, None)
+    assert best.hopper.computed == (80, 72)
+    assert best.hopper.waste == pytest.approx(8 / 152)
+
+
+def test_the_text_says_what_hopper_does(best: Any) -> None:
+    launch, lines = best.hopper, str(best).splitlines()
+    tile = launch.tile
+    assert "implementation: hopper" in lines
+    assert "  not triton: could serve, but a better one does" in lines
+    at = lines.index(f"tile: {tile.name}")
+    shape, heads, columns, size = lines[at + 1 : at + 5]
+    assert shape.startswith(f"  {64 * tile.groups} rows x {tile.block_n} keys, {tile.stages} stages")
+    assert all((words in shape) == getattr(tile, flag) for flag, words in module.WORDS.items())
+    assert heads == "  one query head a row block, keys not split"
+    assert columns == "  columns: 80 for 72 in Q·Kᵀ, 72 for 72 in P·V, waste 5.26%"
+    tiles = 4 * 28 * -(-4096 // (64 * tile.groups))
+    assert size == f"  {launch.variant.shared / 1024:.0f} KiB shared, {tiles} tiles, {tiles / 132:.2f} waves"
+    assert f"roofline: compute bound, at least {best.floor * 1e6:.1f} µs" in lines
+    assert "predicted: no figure, this kernel has no cost model yet" in lines
+    assert "strategies:" not in lines
+
+
+def test_every_setting_of_a_hopper_tile_has_words() -> None:
+    assert {f.name for f in fields(HopperTile) if f.type == "bool"} == set(module.WORDS)
+    numbers = {f.name for f in fields(HopperTile) if f.type == "int"}
+    assert numbers == {"groups", "block_n", "stages", "q_stages", "cluster"}
+    with fk.use_tile(tile=HopperTile(2, 64, 2, cluster=2, q_stages=2)):
+        text = str(fk.explain("attention", problem=replace(PROBLEM, causal=False), gpu="h200"))
+    assert "  128 rows x 64 keys, 2 stages, Q in 2 stages, 2 blocks share their loads" in text.splitlines()
+
+
+def test_one_query_a_head_packs_heads_and_splits_keys() -> None:
+    decode = replace(PROBLEM, batch=1, seq_q=1, seq_k=65536, heads=32, kv_heads=4, head_dim=128, head_dim_v=128)
+    why = fk.explain("attention", problem=decode, gpu="h200")
+    assert (why.impl, why.hopper.variant.pack) == ("hopper", 8)
+    assert why.hopper.splits > 1 and why.hopper.tiles == 4 * why.hopper.splits
+    assert f"  8 query heads share a row block, keys split into {why.hopper.splits} parts" in str(why).splitlines()
+
+
+def test_a_ragged_batch_has_at_most_so_many_tiles() -> None:
+    ragged = replace(PROBLEM, varlen=True, total_q=5000, total_k=5000, page_size=64)
+    why = fk.explain("attention", problem=ragged, gpu="h200")
+    assert why.impl == "hopper"
+    assert f"at most {why.hopper.tiles} tiles" in str(why)
+    assert str(why).splitlines()[0].endswith("causal, varlen, pages of 64 on NVIDIA H200")
+
+
+def test_use_tile_is_explained() -> None:
+    with fk.use_tile("register"):
+        why = fk.explain("attention", problem=PROBLEM, gpu="h200")
+        elsewhere = fk.explain("attention", problem=PROBLEM, gpu="a100")
+    assert why.impl == "hopper" and why.hopper.tile.q_in_registers and "Q in registers" in str(why)
+    assert elsewhere.impl == "triton" and elsewhere.chosen is None
+    assert "tile: none, the call would raise" in str(elsewhere)
+    with fk.use_tile("standard"):
+        why = fk.explain("attention", problem=PROBLEM, gpu="h200")
+    assert (why.impl, why.chosen.strategy) == ("triton", "standard")
+    assert "not hopper: use_tile asks for standard, which is the Triton kernel's" in str(why)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"head_dim": 70, "head_dim_v": 70}, "head_dim=70 is not a multiple of 8: TMA cannot address its rows"),
+        ({"head_dim": 512, "head_dim_v": 512}, "head_dim=512 is not in 16 to 256"),
+        ({"dtype": "fp32"}, "has no fp32 kernel"),
+        ({"mask": "bool"}, "takes no mask tensor"),
+        ({"unaddressable": "k: its last dimension has stride 2, not 1"}, "TMA cannot read k: its last dimension"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_hopper_leaves_to_triton_has_a_reason(change: dict[str, Any], reason: str) -> None:
+    why = fk.explain("attention", problem=replace(PROBLEM, **change), gpu="h200")
+    assert why.impl == "triton" and why.chosen and why.hopper is None
+    assert f"  not hopper: {reason}" in str(why)
+
+
+def test_explaining_loads_no_torch_and_no_driver() -> None:
+    code = "import sys, flashkernels.attention.explain; print(sorted({'torch', 'triton', 'ctypes'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# --- the roofline, and other GPUs
 
 
 def test_a_tiny_problem_is_memory_bound() -> None:
@@ -83,13 +184,15 @@ def test_a_tiny_problem_is_memory_bound() -> None:
 @pytest.mark.parametrize("gpu", GPUS)
 def test_every_known_gpu_can_be_asked_about(gpu: str) -> None:
     why = fk.explain("attention", problem=PROBLEM, gpu=gpu)
-    assert why.impl == "triton" and why.chosen.best.tile.parts == (64, 16)
-    assert lookup(gpu).name in str(why)
+    portable = fk.explain("attention", problem=PROBLEM, gpu=gpu, impl="triton")
+    assert why.impl == ("hopper" if lookup(gpu).capability == (9, 0) else "triton")
+    assert portable.chosen.best.tile.parts == (64, 16)
+    assert all(lookup(gpu).name in str(answer) for answer in (why, portable))
 
 
 @pytest.mark.parametrize(("dim", "dim_v", "tma"), [(72, 72, True), (72, 104, True), (33, 72, False), (72, 33, False)])
 def test_tma_needs_rows_of_16_bytes_in_k_and_in_v(dim: int, dim_v: int, tma: bool) -> None:
-    why = fk.explain("attention", problem=replace(PROBLEM, head_dim=dim, head_dim_v=dim_v), gpu="h200")
+    why = fk.explain("attention", problem=replace(PROBLEM, head_dim=dim, head_dim_v=dim_v), gpu="h200", impl="triton")
     assert why.chosen.best.tile.tma == tma
 
 
@@ -175,8 +278,13 @@ def test_an_unknown_gpu_is_refused_with_the_known_ones() -> None:
 
 
 def test_an_unknown_implementation_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="impl='hopper' is not one of 'auto', 'triton', 'sdpa', 'torch'"):
-        fk.explain("attention", problem=PROBLEM, gpu="h200", impl="hopper")
+    with pytest.raises(ValueError, match="impl='wgmma' is not one of 'auto', 'hopper', 'triton', 'sdpa', 'torch'"):
+        fk.explain("attention", problem=PROBLEM, gpu="h200", impl="wgmma")
+
+
+def test_hopper_by_name_is_refused_on_another_gpu() -> None:
+    with pytest.raises(fk.UnsupportedError, match=r"hopper: needs compute capability 9\.0, .*A100.* has 8\.0"):
+        fk.explain("attention", problem=PROBLEM, gpu="a100", impl="hopper")
 
 
 def test_a_head_dimension_that_triton_rejects_is_explained_with_the_reason() -> None:

@@ -96,8 +96,8 @@ def test_a_smaller_head_dimension_still_fits_a_small_gpu() -> None:
 def test_the_register_strategy_is_rejected_with_its_reason(head_dim: int) -> None:
     (choice,) = (c for c in tiles.compare(problem_of(head_dim), H200, True) if c.strategy == "register")
     assert choice.best is None
-    assert choice.reason == "Q resident in registers needs the Hopper kernel, which does not exist yet"
-    with pytest.raises(TilingError, match=r"register: Q resident in registers needs the Hopper kernel"):
+    assert choice.reason == "Q resident in registers is for the Hopper kernel alone"
+    with pytest.raises(TilingError, match=r"register: Q resident in registers is for the Hopper kernel"):
         tiles.choose(problem_of(head_dim), H200, True, "register")
 
 

@@ -58,6 +58,24 @@ def test_flops_of_a_ragged_batch_count_its_true_lengths() -> None:
     assert len(ragged.lengths) == 16
 
 
+def test_shapes_are_one_long_sequence_many_short_ones_and_mixed_lengths() -> None:
+    found = {case.name: case for case in suite("shapes")}
+    assert len(found) == 15
+    gqa = found["gqa-s16384-d128-causal"].problem
+    assert (gqa.batch, gqa.seq_q, gqa.heads, gqa.kv_heads, gqa.causal, gqa.dtype) == (1, 16384, 32, 8, True, "bf16")
+    window = found["window1024-s16384-d128-causal"].problem
+    assert (window.heads, window.causal, window.band) == (16, True, (1024, 0))
+    assert found["b16-s1024-d128-full"].problem.heads == 16
+    assert found["b1-s16384-d72-causal"].problem.heads == 28
+
+
+def test_the_mixed_lengths_are_spread_and_shuffled() -> None:
+    lengths = next(case.lengths for case in suite("shapes") if case.name == "varlen64-d128-causal")
+    assert (len(lengths), len(set(lengths)), min(lengths), max(lengths)) == (64, 64, 100, 4000)
+    assert sum(lengths) == 64 * 2050
+    assert abs(sum(lengths[:32]) - sum(lengths[32:])) < 4000  # neither half is the long one
+
+
 @pytest.mark.parametrize("case", TINY[::7] + list(suite("features", device="cpu", quick=True)), ids=lambda c: c.name)
 def test_inputs_fit_the_public_function(case: Case) -> None:
     args, kwargs = inputs(case, device="cpu", dtype=torch.float32)

@@ -59,7 +59,7 @@ class Balanced(HTMLParser):
         assert self.open.pop() == tag
 
 
-@pytest.mark.parametrize("name", ["headdims", "scaling", "seqlens", "features"])
+@pytest.mark.parametrize("name", ["headdims", "scaling", "seqlens", "features", "shapes"])
 def test_the_page_has_every_case_and_is_well_formed(name: str) -> None:
     results = measured(name)
     page = report.render(results)
@@ -85,6 +85,23 @@ def test_the_plots_follow_the_colours_of_the_page() -> None:
 
 def test_the_headline_counts_the_cases_won() -> None:
     assert report.headline(measured("headdims")) == "As fast as the best rival or faster in 8 of 8 cases on NVIDIA H200"
+
+
+def test_hopper_stands_beside_triton() -> None:
+    results = measured("headdims")
+    results.rows += [replace(row, impl="hopper", tflops=600.0) for row in results.rows if row.impl == "triton"]
+    results.meta |= {"launch_us_by_impl": {"hopper": 12.0, "triton": 18.0}}
+    page = report.render(results)
+    assert all(f"<button>{impl}</button>" in page for impl in ("hopper", "triton", "sdpa-cudnn"))
+    assert all(plot.impls[:2] == ("triton", "hopper") for plot in report.plots(results) if plot.impls)
+    assert "one small call (hopper 12, triton 18)" in page
+
+
+def test_older_rows_name_their_commit() -> None:
+    results = measured("headdims")
+    results.rows[0] = replace(results.rows[0], commit="def", date="2026-11-14T00:00:00+00:00")
+    assert "<dt>older rows</dt><dd>commit def</dd>" in report.render(results)
+    assert "older rows" not in report.render(measured("headdims"))
 
 
 def test_a_failed_check_is_the_headline() -> None:

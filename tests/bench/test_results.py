@@ -6,13 +6,26 @@ import csv
 import io
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flashkernels.bench import results as module
-from flashkernels.bench.results import Results, ResultsError, Row, commit, fastest, read, speedup, worst_error, write
+from flashkernels.bench.results import (
+    Results,
+    ResultsError,
+    Row,
+    commit,
+    fastest,
+    merge,
+    read,
+    require_same_machine,
+    speedup,
+    worst_error,
+    write,
+)
 
 META = dict.fromkeys(module.META) | {"gpu": "NVIDIA H200", "date": "2026-11-15T00:00:00+00:00"}
 PARAMS = {"batch": 4, "seq": 4096, "heads": 28, "kv_heads": 28, "head_dim": 72, "causal": True, "dtype": "bf16"}
@@ -108,6 +121,42 @@ def test_speedup_is_over_the_best_peer() -> None:
 
 def test_errors_are_told_in_units_of_plain_torch() -> None:
     assert worst_error(ROWS) == pytest.approx(2.0)
+
+
+OLD = META | {"commit": "old"}
+NEW = META | {"commit": "new", "date": "2026-11-16T00:00:00+00:00"}
+WHERE = Path("r.json")
+
+
+def test_merging_replaces_rows_and_loses_none(tmp_path: Path) -> None:
+    before = Results(OLD, [*ROWS, row("triton", 0.7, case="d80-full")])
+    fresh = [row("hopper", 0.3), row("triton", 0.55), row("triton", 0.2, case="d64-full")]
+    merged = merge(before, Results(NEW, fresh), WHERE)
+    assert merged.meta == NEW
+    assert [(r.case, r.impl, r.ms_p50, r.commit) for r in merged.rows] == [
+        ("d72-causal", "triton", 0.55, None),
+        ("d72-causal", "triton-standard", 0.5, "old"),
+        ("d72-causal", "sdpa-cudnn", 0.66, "old"),
+        ("d72-causal", "fa4", None, "old"),
+        ("d72-causal", "hopper", 0.3, None),
+        ("d80-full", "triton", 0.7, "old"),
+        ("d64-full", "triton", 0.2, None),
+    ]
+    assert {r.date for r in merged.rows if r.commit == "old"} == {META["date"]}
+    assert merged.commits() == ["new", "old"]
+    write(tmp_path / "r.json", merged.to_json())
+    assert [r.as_dict() for r in read(tmp_path / "r.json").rows] == [r.as_dict() for r in merged.rows]
+    again = merge(merged, Results(NEW | {"commit": "newer"}, [row("hopper", 0.2)]), WHERE)
+    assert {r.commit for r in again.rows} == {None, "old", "new"}
+
+
+def test_rows_with_other_parameters_or_of_another_machine_are_not_merged() -> None:
+    other = replace(ROWS[0], params=PARAMS | {"launch": "graph"})
+    with pytest.raises(ResultsError, match=r"r\.json: d72-causal of triton-standard has other params"):
+        merge(Results(OLD, ROWS), Results(NEW, [other]), WHERE)
+    with pytest.raises(ResultsError, match=r"r\.json: its rows have gpu='NVIDIA H200', the new ones None"):
+        require_same_machine(OLD, NEW | {"gpu": None}, WHERE)
+    require_same_machine(OLD, NEW, WHERE)
 
 
 def test_the_environment_overrides_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +19,8 @@ from flashkernels.bench.results import Row
 from flashkernels.bench.runner import Contestant
 from flashkernels.bench.suites import Suite, suite
 from flashkernels.bench.timing import Call
-from flashkernels.hardware import GPUS
+from flashkernels.dispatch import Impl
+from flashkernels.hardware import GPUS, Gpu
 
 HEADDIMS = suite("attention", "headdims", device="cpu", quick=True)
 FEATURES = cases("features", device="cpu", quick=True)
@@ -141,9 +144,40 @@ def test_the_oracle_in_pieces_is_the_oracle(case: Case, monkeypatch: pytest.Monk
 def test_ours_on_a_gpu_are_the_kernels_and_the_padded_baseline() -> None:
     gpu = GPUS["h200"]
     d72, d64, d512 = (next(c for c in cases("headdims") if c.name == f"d{d}-causal") for d in (72, 64, 512))
-    assert [c.name for c in runner.ours(d72, gpu)] == ["triton", "triton-standard"]
-    assert [c.name for c in runner.ours(d64, gpu)] == ["triton"]
-    assert [c.name for c in runner.ours(d512, gpu)] == ["triton"]
+    names = [[c.name for c in runner.ours(case, gpu) if c.name != "hopper"] for case in (d72, d64, d512)]
+    assert names == [["triton", "triton-standard"], ["triton"], ["triton"]]
+
+
+def named(case: Case, impls: str, gpu: Gpu | None) -> list[str]:
+    return [c.name for c in runner.ours(case, gpu, runner.choose(impls))]
+
+
+def test_ours_can_be_named() -> None:
+    gpu = GPUS["h200"]
+    d72 = next(c for c in cases("headdims") if c.name == "d72-causal")
+    assert named(d72, "torch,triton", gpu) == ["triton", "torch"]
+    assert named(d72, "triton-standard", gpu) == ["triton-standard"]
+    assert named(d72, "sdpa", gpu) == []
+    assert named(HEADDIMS.cases[0], "torch", None) == ["torch"]
+
+
+def test_a_named_implementation_is_timed_where_auto_would_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    impls = (Impl("hopper", "", defers=lambda problem, gpu: "triton is faster"), Impl("triton", ""), Impl("torch", ""))
+    monkeypatch.setattr(runner, "IMPLS", impls)
+    d64 = next(c for c in cases("headdims") if c.name == "d64-full")
+    assert [c.name for c in runner.ours(d64, GPUS["h200"])] == ["triton"]
+    assert named(d64, "hopper,triton", GPUS["h200"]) == ["hopper", "triton"]
+
+
+def test_an_unknown_implementation_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"impls='wgmma' is not one of .*'triton', .*'triton-standard'"):
+        runner.choose("triton,wgmma")
+
+
+def test_the_cost_of_a_launch_is_told_for_each_of_ours() -> None:
+    assert list(runner.launch_costs("cpu")) == ["sdpa", "torch"]
+    costs = runner.launch_costs("cpu", ["torch"])
+    assert list(costs) == ["torch"] and costs["torch"] > 0
 
 
 def test_ours_on_the_cpu_leave_the_interpreter_out() -> None:
@@ -156,6 +190,73 @@ def test_the_score_matrix_of_the_naive_peer_is_limited() -> None:
     huge = torch.empty(0)
     with pytest.raises(Unsupported, match="the score matrix takes 16 GiB, the limit is 16 GiB"):
         naive.prepare(long, (huge, huge, huge), {})
+
+
+class Fa4:
+    """Stands for the module of FA4: keeps what it was called with, and answers as 4.0.0b36 does."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, dict[str, Any]]] = []
+
+    def flash_attn_func(self, *tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
+        self.calls.append(("dense", len(tensors), options))
+        return tensors[0], None
+
+    def flash_attn_varlen_func(self, *tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
+        self.calls.append(("varlen", len(tensors), options))
+        return tensors[0], None
+
+
+def fa4_call(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, dict[str, Any], tuple[Any, ...], dict[str, Any]]:
+    case = next(case for case in FEATURES if case.name == name)
+    args, kwargs = runner.inputs(case, device="cpu")
+    rival = Fa4()
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", rival)
+    assert choose("fa4")[0].prepare(case, args, kwargs).run() is args[0]
+    [(function, tensors, options)] = rival.calls
+    assert tensors == 3  # a fourth one by place would be taken for qv
+    return function, options, args, kwargs
+
+
+def test_fa4_takes_none_for_an_open_side_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    function, options, _, _ = fa4_call("d72-gqa8", monkeypatch)
+    assert (function, options["causal"], options["window_size"]) == ("dense", True, (None, None))
+    function, options, _, _ = fa4_call("d72-window1024", monkeypatch)
+    assert (function, options["causal"], options["window_size"]) == ("dense", True, (16, None))
+
+
+def test_fa4_takes_lengths_and_sinks_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    function, options, args, _ = fa4_call("d72-varlen", monkeypatch)
+    assert function == "varlen"
+    assert options["cu_seqlens_q"] is args[3] and options["cu_seqlens_k"] is args[4]
+    assert (options["max_seqlen_q"], options["max_seqlen_k"]) == args[5:]
+    _, options, _, kwargs = fa4_call("d72-sinks", monkeypatch)
+    assert options["learnable_sink"] is kwargs["sinks"]
+
+
+@pytest.mark.parametrize(
+    ("peer", "name", "reason"),
+    [
+        ("fa4", "d72-alibi", "has no ALiBi"),
+        ("fa4", "d72-boolmask", "takes no mask tensor"),
+        ("sdpa-cudnn", "d72-varlen", "takes dense batches only"),
+        ("sdpa-cudnn", "d72-window1024", "has no window"),
+        ("sdpa-cudnn", "d72-softcap30", "has no softcap"),
+    ],
+)
+def test_a_rival_says_what_it_cannot_do(peer: str, name: str, reason: str) -> None:
+    case = next(case for case in FEATURES if case.name == name)
+    args, kwargs = runner.inputs(case, device="cpu")
+    with pytest.raises(Unsupported, match=reason):
+        choose(peer)[0].prepare(case, args, kwargs)
+
+
+def test_fa4_takes_multiples_of_eight_up_to_256() -> None:
+    large = next(case for case in cases("headdims") if case.name == "d512-full")
+    odd = replace(large, problem=replace(large.problem, head_dim=68, head_dim_v=68))
+    for case in (large, odd):
+        with pytest.raises(Unsupported, match="multiples of 8 up to 256"):
+            choose("fa4")[0].prepare(case, (), {})
 
 
 def test_peers_are_chosen_by_name() -> None:

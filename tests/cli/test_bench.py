@@ -37,7 +37,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
 
 
-@pytest.mark.parametrize("suite", ["headdims", "scaling", "seqlens", "features"])
+@pytest.mark.parametrize("suite", ["headdims", "scaling", "seqlens", "features", "shapes"])
 def test_quick_run_writes_all_its_files(suite: str, tmp_path: Path) -> None:
     files = [tmp_path / f"results.{kind}" for kind in ("json", "csv", "html")]
     options = [text for path in files for text in (f"--{path.suffix[1:]}", str(path))]
@@ -67,7 +67,7 @@ def test_without_a_gpu_the_full_sizes_are_refused() -> None:
     ("options", "message"),
     [
         (["--suite", "nonsense"], "suite='nonsense' is not one of 'headdims'"),
-        (["--filter", "d73"], "filter='d73' matches no case of the suite 'headdims'"),
+        (["--cases", "d73-*"], r"cases='d73-\*' matches no case of the suite 'headdims'"),
         (["--peers", "fa5"], "peers='fa5' is not one of"),
         (["--peers", "sdpa-cudnn"], "peer sdpa-cudnn: needs a CUDA device"),
         (["--launch", "graph"], "on the CPU only 'eager' and 'warm' are possible"),
@@ -94,7 +94,7 @@ def test_a_wrong_implementation_makes_the_exit_code_one(
 
     monkeypatch.setattr("flashkernels.bench.runner.fk", type("fk", (), {"attention": staticmethod(wrong)}))
     with pytest.raises(typer.Exit) as stop:
-        bench("attention", quick=True, device="cpu", filter="d72", peers="none", rounds=1, json=tmp_path / "r.json")
+        bench("attention", quick=True, device="cpu", cases="d72-*", peers="none", rounds=1, json=tmp_path / "r.json")
     assert stop.value.exit_code == 1
     assert "FAILED sdpa on d72-full: error 0.1" in capsys.readouterr().out
     failed = [row for row in read(tmp_path / "r.json").rows if not row.ok]
@@ -113,7 +113,7 @@ def test_a_broken_run_keeps_what_it_has_measured(
 
     monkeypatch.setattr(runner, "measure", breaking)
     with pytest.raises(typer.Exit) as stop:
-        bench("attention", quick=True, device="cpu", filter="d72", peers="none", rounds=1, json=tmp_path / "r.json")
+        bench("attention", quick=True, device="cpu", cases="d72-*", peers="none", rounds=1, json=tmp_path / "r.json")
     assert stop.value.exit_code == 1
     assert "error: fa4 on d72-causal" in capsys.readouterr().err
     assert {row.case for row in read(tmp_path / "r.json").rows} == {"d72-full"}

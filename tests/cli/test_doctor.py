@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from flashkernels.cli import app, doctor as doctor_module
 from flashkernels.cli.doctor import CHECKS, Check, guarded, ok, serving_image
 from flashkernels.hardware import lookup
+from flashkernels.jit import nvrtc
 
 NAMES = [check.__name__.replace("_", " ") for check in CHECKS]
 
@@ -162,9 +164,21 @@ def test_missing_triton_is_broken_only_with_a_gpu(quick: None, monkeypatch: pyte
 
 
 def test_missing_nvrtc_is_a_warning(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_module, "nvrtc_paths", lambda: ["/nowhere/libnvrtc.so"])
+    monkeypatch.setattr(nvrtc, "find", functools.cache(nvrtc.find.__wrapped__))  # without what it found before
+    monkeypatch.setattr(nvrtc, "paths", lambda: ["/nowhere/libnvrtc.so"])
     code, checks = report()
     assert (code, checks["nvrtc"]["status"]) == (0, "warn")
+
+
+def test_an_nvrtc_that_cannot_compile_is_broken_only_with_a_gpu(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object) -> None:
+        raise nvrtc.CompileError("refused:\nfailed to open libnvrtc-builtins.so")
+
+    monkeypatch.setattr(nvrtc.Compiler, "run", run)
+    found = doctor_module.nvrtc()
+    assert found.status == "fail" and found.detail.endswith("failed to open libnvrtc-builtins.so")
+    monkeypatch.setattr(doctor_module, "gpus", list)
+    assert doctor_module.nvrtc().status == "warn"
 
 
 def test_a_shared_memory_limit_unlike_the_tables_is_a_warning(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,19 @@ def test_it_prints_everything_that_decides_the_call() -> None:
     done = run(*ISSUE)
     assert (done.returncode, done.stderr) == (0, "")
     for part in (
-        "attention bf16 B=4 S=4096, 28 heads, head_dim 72, causal on NVIDIA H200", "implementation: triton",
-        "not sdpa: ", "not torch: ", "tile: exact-", "-d64+16-v64+16-", "waste 10.00%", "waste 43.75%", "register ",
-        "split_d ", "GFLOP", "MB", "FLOP/byte", "compute bound", "predicted: ", "TFLOPS",
+        "attention bf16 B=4 S=4096, 28 heads, head_dim 72, causal on NVIDIA H200", "implementation: hopper",
+        "not triton: ", "not sdpa: ", "not torch: ", "tile: ", " rows x ", "query head", "columns: 80 for 72",
+        "waste 5.26%", "KiB shared", "waves", "GFLOP", "MB", "FLOP/byte", "compute bound", "predicted: ",
+    ):  # fmt: skip
+        assert part in done.stdout, part
+
+
+def test_it_prints_what_the_portable_kernel_would_do() -> None:
+    done = run(*ISSUE, "--impl", "triton")
+    assert (done.returncode, done.stderr) == (0, "")
+    for part in (
+        "implementation: triton", "not hopper: could serve, but triton was asked for", "tile: exact-",
+        "-d64+16-v64+16-", "waste 10.00%", "waste 43.75%", "register ", "split_d ", "predicted: ", "TFLOPS",
     ):  # fmt: skip
         assert part in done.stdout, part
 
@@ -58,7 +68,8 @@ def test_every_option_reaches_the_problem() -> None:
         (("attention", "--seq", "-5"), "error: --seq -5 must be at least 1"),
         (("attention", "--batch", "0"), "error: --batch 0 must be at least 1"),
         (("attention", "--heads", "7", "--kv-heads", "2"), "error: --heads 7 is not a multiple of --kv-heads 2"),
-        (("attention", "--impl", "hopper", "--gpu", "h200"), "error: impl='hopper' is not one of 'auto', 'triton'"),
+        (("attention", "--impl", "wgmma", "--gpu", "h200"), "error: impl='wgmma' is not one of 'auto', 'hopper'"),
+        (("attention", "--impl", "hopper", "--gpu", "a100"), "error: impl='hopper' cannot serve this call"),
         (("attention", "--impl", "sdpa", "--sinks", "--gpu", "h200"), "error: impl='sdpa' cannot serve this call"),
         (("attention", "--window", "-2", "0", "--gpu", "h200"), "error: --window -2"),
         (("attention", "--seq-q", "-3", "--gpu", "h200"), "error: --seq-q -3"),

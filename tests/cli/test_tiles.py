@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from flashkernels.attention.hopper.variants import VARIANTS, label
 from flashkernels.attention.triton.build import every_tile
 from flashkernels.cli import app
 from flashkernels.hardware import lookup
@@ -32,12 +33,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_it_lists_every_tile_of_a_gpu(key: str, least: int) -> None:
     done = run("--gpu", key)
     assert (done.returncode, done.stderr) == (0, "")
-    title, *lines = done.stdout.splitlines()
+    triton, _, hopper = done.stdout.partition("hopper: ")
+    title, *lines = triton.splitlines()
     assert title == f"{lookup(key).name}: {len(lines)} tiles"
     assert len(lines) > least
     assert all(TILE.fullmatch(line) for line in lines)
     assert any("bf16" in line for line in lines) and any("fp32" in line for line in lines)
     assert [line.split()[0] for line in lines] == [tile.name for tile, _ in every_tile(lookup(key))]
+    names = [f"{len(VARIANTS)} variants", *(f"  {label(variant)}" for variant in VARIANTS)]
+    assert hopper.splitlines() == (names if key == "h200" else [])
 
 
 def test_a_sample_is_every_nth_and_gpus_may_be_several() -> None:
@@ -47,7 +51,7 @@ def test_a_sample_is_every_nth_and_gpus_may_be_several() -> None:
     for key in ("a100", "h200"):
         names = [tile.name for tile, _ in every_tile(lookup(key))][::50]
         expected += [f"{lookup(key).name}: {len(names)} tiles", *names]
-    lines = done.stdout.splitlines()
+    lines = done.stdout.partition("hopper: ")[0].splitlines()
     assert [line if line.endswith(" tiles") else line.split()[0] for line in lines] == expected
 
 
@@ -55,6 +59,19 @@ def test_compiling_a_sample_passes() -> None:
     done = run("--gpu", "a100", "--sample", "150", "--compile")
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"NVIDIA A100-SXM4-80GB: [1-9]\d* tiles", done.stdout)
+
+
+def test_a_variant_that_is_compiled_badly_fails_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process: every variant has a fault."""
+    monkeypatch.setattr("flashkernels.attention.triton.build.every_tile", lambda gpu: [])
+    monkeypatch.setattr(
+        "flashkernels.attention.hopper.build.build_all",
+        lambda variants: [(label(variant), ["wgmma is serialised"]) for variant in variants],
+    )
+    result = CliRunner().invoke(app, ["tiles", "--gpu", "h100,h200", "--sample", "70", "--compile"])
+    assert result.exit_code == 1
+    assert f"  {label(VARIANTS[0])}: wgmma is serialised\n" in result.stderr
+    assert result.stderr.endswith(f"error: {len(VARIANTS[::70])} tiles do not fit\n")
 
 
 @pytest.mark.parametrize(

@@ -323,6 +323,66 @@ def test_unpad_varlen_pad_equals_dense_attention_with_the_padding_masked(causal:
     torch.testing.assert_close(ours.grad, theirs.grad, **FP64)
 
 
+# A paged cache -------------------------------------------------------------------------------------------------
+
+
+def paged(x: Tensor, lengths: Tensor, page: int, spare: int = 3) -> tuple[Tensor, Tensor]:
+    """The rows of ragged x (total, H, D) in shuffled pages full of NaN elsewhere, and the table that finds them."""
+    counts = lengths.diff().tolist()
+    needed = [-(-n // page) for n in counts]
+    order = torch.randperm(sum(needed) + spare, generator=torch.Generator().manual_seed(5)).tolist()
+    pages = x.new_full((len(order), page, *x.shape[1:]), math.nan)
+    table = torch.zeros(len(counts), max(1, *needed), dtype=torch.int32)
+    for b, rows in enumerate(x.split(counts)):
+        for i, part in enumerate(rows.split(page) if len(rows) else ()):
+            table[b, i] = order.pop()
+            pages[table[b, i], : len(part)] = part
+    return pages, table
+
+
+@pytest.mark.parametrize("features", [pytest.param({}, id="plain"), pytest.param(EVERYTHING, id="all")])
+@pytest.mark.parametrize("page", [1, 3, 64])
+@pytest.mark.parametrize(
+    ("cu_q", "cu_k"),
+    [
+        pytest.param(cu(2, 6), cu(7, 4), id="ragged"),
+        pytest.param(cu(1, 1), cu(9, 5), id="decode"),
+        pytest.param(cu(4, 2), cu(0, 5), id="no-keys"),
+    ],
+)
+def test_pages_hold_what_a_block_table_says(features: dict[str, Any], page: int, cu_q: Tensor, cu_k: Tensor) -> None:
+    q = rand(int(cu_q[-1]), HEADS, HEAD_DIM, seed=1)
+    k, v = rand(int(cu_k[-1]), 2, HEAD_DIM, seed=2), rand(int(cu_k[-1]), 2, HEAD_DIM, seed=3)
+    (k_pages, table), (v_pages, _) = paged(k, cu_k, page), paged(v, cu_k, page)
+    longest = int(cu_q.diff().max()), int(cu_k.diff().max())
+    found = fa.flash_attn_varlen_func(
+        q, k_pages, v_pages, cu_q, cu_k, *longest, **features, return_attn_probs=True, block_table=table
+    )
+    check(found, ragged(q, k, v, cu_q, cu_k, **features))
+
+
+def test_the_table_may_be_part_of_a_larger_one() -> None:
+    cu_q, cu_k = cu(2, 6), cu(7, 4)
+    q, k, v = rand(8, HEADS, HEAD_DIM, seed=1), rand(11, 2, HEAD_DIM, seed=2), rand(11, 2, HEAD_DIM, seed=3)
+    (k_pages, table), (v_pages, _) = paged(k, cu_k, 3), paged(v, cu_k, 3)
+    part = torch.cat((table, table), 1)[:, : table.shape[1]]
+    out = fa.flash_attn_varlen_func(q, k_pages, v_pages, cu_q, cu_k, 6, 7, block_table=part)
+    torch.testing.assert_close(out, ragged(q, k, v, cu_q, cu_k)[0], **FP64)
+
+
+def test_a_paged_cache_takes_no_gradients() -> None:
+    pages = rand(4, 3, 2, HEAD_DIM, seed=2).requires_grad_()
+    table = torch.zeros(2, 3, dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="block_table: there are no gradients through the pages"):
+        fa.flash_attn_varlen_func(rand(8, HEADS, HEAD_DIM), pages, pages, cu(2, 6), cu(7, 4), 6, 7, block_table=table)
+
+
+def test_a_table_that_is_too_short_is_named() -> None:
+    pages, table = rand(4, 3, 2, HEAD_DIM, seed=2), torch.zeros(2, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"block_table has shape \(2, 2\); expected \(2, at least 3\)"):
+        fa.flash_attn_varlen_func(rand(8, HEADS, HEAD_DIM), pages, pages, cu(2, 6), cu(7, 4), 6, 7, block_table=table)
+
+
 # The interface -------------------------------------------------------------------------------------------------
 
 OPTIONS = [
@@ -373,12 +433,6 @@ def test_impossible_dropout_is_an_error_of_the_caller(name: str, dropout_p: floa
     with pytest.raises(ValueError, match=rf"dropout_p={dropout_p} is not in \[0, 1\)") as raised:
         getattr(fa, name)(*tensors, *rest, dropout_p=dropout_p)
     assert not isinstance(raised.value, UnsupportedError)
-
-
-def test_block_table_is_refused_with_the_reason() -> None:
-    tensors, rest = CALLS["flash_attn_varlen_func"]
-    with pytest.raises(UnsupportedError, match=r"block_table of shape \(2, 1\): there is no kernel for a paged"):
-        fa.flash_attn_varlen_func(*tensors, *rest, block_table=torch.zeros(2, 1, dtype=torch.int32))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
+from types import NoneType
 from typing import Any
 
 import torch
@@ -12,12 +14,44 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from flashkernels import hardware
 from flashkernels.attention import recompute, sdpa
 from flashkernels.attention.problem import AttentionProblem
-from flashkernels.attention.tensors import Run, Tensors, empty_output, lse_dtype, lse_shape
+from flashkernels.attention.tensors import Run, Tensors, empty_output, lse_dtype, lse_shape, unaddressable
 from flashkernels.attention.validation import LAYOUTS, check_cu_values, described
-from flashkernels.dispatch import Impl, select
+from flashkernels.dispatch import Impl, UnsupportedError, select
 from flashkernels.hardware import Gpu
 from flashkernels.jit.mode import interpreting
-from flashkernels.tiling import override
+from flashkernels.tiling import Tile, override
+
+
+def needs_hopper(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
+    """Why the Hopper kernel cannot serve, or None."""
+    if problem.device != "cuda" or gpu is None:
+        return f"needs a Hopper GPU, the tensors are on {problem.device}"
+    if gpu.capability != (9, 0):
+        return f"needs compute capability 9.0, {gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}"
+    if problem.dtype not in ("fp16", "bf16"):
+        return f"has no {problem.dtype} kernel"
+    for name, dim in (("head_dim", problem.head_dim), ("head_dim of v", problem.head_dim_v)):
+        if dim % 8:
+            return f"{name}={dim} is not a multiple of 8: TMA cannot address its rows"
+        if not 16 <= dim <= 256:
+            return f"{name}={dim} is not in 16 to 256"
+    if problem.mask:
+        return "takes no mask tensor"
+    if problem.page_size % 64:
+        return f"page_size={problem.page_size} is not a multiple of 64"
+    if problem.unaddressable:
+        return f"TMA cannot read {problem.unaddressable}"
+    if min(problem.total_q, problem.total_k, problem.heads) == 0:
+        return "an empty problem has nothing to load"
+    return None
+
+
+def leaves_triton_tiles(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
+    """`use_tile` may ask for a tile that only the Triton kernel has."""
+    forced = override()
+    if isinstance(forced, Tile) or forced in ("standard", "split_d"):
+        return f"use_tile asks for {getattr(forced, 'name', forced)}, which is the Triton kernel's"
+    return None
 
 
 def needs_triton(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
@@ -35,6 +69,11 @@ def needs_triton(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
         return "triton is not installed"
     if problem.dtype == "fp64":
         return "has no fp64 kernel"
+    if problem.page_size:
+        return "takes no paged K and V"
+    forced = override()
+    if not isinstance(forced, (str, Tile, NoneType)):
+        return f"use_tile asks for {forced.name}, which is another kernel's"
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > 512:
         return f"head_dim={largest} is over 512"
@@ -48,6 +87,7 @@ def leaves_the_cpu(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
 
 # Best first. "auto" takes the first row that does not reject the problem.
 IMPLS = (
+    Impl("hopper", "flashkernels.attention.hopper.forward", rejects=needs_hopper, defers=leaves_triton_tiles),
     Impl("triton", "flashkernels.attention.triton.forward", rejects=needs_triton, defers=leaves_the_cpu),
     Impl("sdpa", "flashkernels.attention.sdpa", rejects=sdpa.rejects),
     Impl("torch", "flashkernels.attention.reference"),
@@ -108,7 +148,8 @@ def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     *,
     causal: bool = False, softmax_scale: float | None = None, window: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, return_lse: bool = False, impl: str = "auto",
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, block_table: Tensor | None = None,
+    return_lse: bool = False, impl: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`attention` of a ragged batch: sequences of any lengths (also 0) packed one after the other, without padding.
 
@@ -118,6 +159,9 @@ def attention_varlen(
         cu_seqlens_q, cu_seqlens_k: (B + 1,) int32 on q's device, from 0 to total. On a GPU their values are not read
             by the host, so they are not checked there.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths. Rows of a sequence past max_seqlen_q stay unwritten.
+        block_table: (B, max_pages) int32: key j of sequence b is row j % page_size of page
+            block_table[b, j // page_size]. Then k and v are pages (num_pages, page_size, H_kv, D) and (..., D_v), and
+            cu_seqlens_k only gives the lengths. There are no gradients through pages.
         The other arguments are those of `attention`; there is no mask.
 
     Returns:
@@ -132,7 +176,7 @@ def attention_varlen(
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(cu, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(cu).__name__}")
-    tensors = Tensors(q, k, v, alibi_slopes, sinks, None, cu_seqlens_q, cu_seqlens_k)
+    tensors = Tensors(q, k, v, alibi_slopes, sinks, None, cu_seqlens_q, cu_seqlens_k, block_table)
     out, lse = _call(
         tensors, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window, softcap, "bshd", return_lse, impl
     )
@@ -149,7 +193,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> AttentionPr
     settings["need_lse"] = settings.pop("return_lse", False)
     if settings.get("layout") == "bhsd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return described(q, k, v, **settings)
+    return _addressed(described(q, k, v, **settings), Tensors(q, k, v))
 
 
 # --- the eager hot path: everything that can be decided from shapes and flags is decided once per signature
@@ -168,12 +212,20 @@ def _problem(
     tensors: Tensors, max_q: int, max_k: int, causal: bool, softmax_scale: float | None, window: tuple[int, int],
     softcap: float, layout: str = "bshd", need_lse: bool = False,
 ) -> AttentionProblem:  # fmt: skip
-    q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k = tensors
+    q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k, block_table = tensors
     return described(
         q, k, v, causal=causal, softmax_scale=softmax_scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes,
-        sinks=sinks, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_q,
-        max_seqlen_k=max_k, need_lse=need_lse, layout=layout,
+        sinks=sinks, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table,
+        max_seqlen_q=max_q, max_seqlen_k=max_k, need_lse=need_lse, layout=layout,
     )  # fmt: skip
+
+
+def _addressed(problem: AttentionProblem, tensors: Tensors) -> AttentionProblem:
+    """The problem with what TMA has against its tensors, if anything."""
+    if problem.device != "cuda":
+        return problem
+    reasons = (f"{name}: {why}" for name, x in zip("qkv", tensors[:3], strict=True) if (why := unaddressable(x)))
+    return replace(problem, unaddressable=next(reasons, ""))
 
 
 def _plan(
@@ -181,7 +233,9 @@ def _plan(
     softcap: float, layout: str, need_lse: bool, impl: str,
 ) -> Run:  # fmt: skip
     """The prepared launch for tensors of this signature: validation, dispatch and tiling happen here, once."""
-    problem = _problem(tensors, max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse)
+    problem = _addressed(
+        _problem(tensors, max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse), tensors
+    )
     gpu = hardware.detect(tensors.q.device) if problem.device == "cuda" else None
     return select(IMPLS, problem, gpu, impl).load().plan(problem, gpu, tensors)
 
@@ -204,7 +258,8 @@ def _run(
         _plans[key] = plan
     if tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None and not tensors.q.is_cuda:
         check_cu_values("cu_seqlens_q", tensors.cu_seqlens_q, tensors.q.shape[0], max_q)
-        check_cu_values("cu_seqlens_k", tensors.cu_seqlens_k, tensors.k.shape[0], max_k)
+        keys = int(tensors.cu_seqlens_k[-1]) if tensors.block_table is not None else tensors.k.shape[0]
+        check_cu_values("cu_seqlens_k", tensors.cu_seqlens_k, keys, max_k)
     scale = tensors.q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     return plan(tensors, scale, softcap)
 
@@ -255,11 +310,11 @@ def _autocast(tensors: Tensors, device: str) -> Tensors:
 @torch.library.custom_op("flashkernels::attention", mutates_args=())
 def attention_op(
     q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None, sinks: Tensor | None, mask: Tensor | None,
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int,
-    causal: bool, softmax_scale: float, window_left: int, window_right: int, softcap: float, layout: str,
-    need_lse: bool, impl: str,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, block_table: Tensor | None, max_seqlen_q: int,
+    max_seqlen_k: int, causal: bool, softmax_scale: float, window_left: int, window_right: int, softcap: float,
+    layout: str, need_lse: bool, impl: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    tensors = Tensors(q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k)
+    tensors = Tensors(q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k, block_table)
     window = (window_left, window_right)
     out, lse = _run(tensors, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window, softcap, layout, need_lse, impl)
     return out, q.new_empty(0, dtype=lse_dtype(q)) if lse is None or not need_lse else lse
@@ -268,9 +323,9 @@ def attention_op(
 @attention_op.register_fake
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None, sinks: Tensor | None, mask: Tensor | None,
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int,
-    causal: bool, softmax_scale: float, window_left: int, window_right: int, softcap: float, layout: str,
-    need_lse: bool, impl: str,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, block_table: Tensor | None, max_seqlen_q: int,
+    max_seqlen_k: int, causal: bool, softmax_scale: float, window_left: int, window_right: int, softcap: float,
+    layout: str, need_lse: bool, impl: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     out = empty_output(q, v.shape[-1], layout)
     if not need_lse:
@@ -279,8 +334,10 @@ def _fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    if inputs[8] is not None:
+        raise UnsupportedError("block_table: there are no gradients through the pages of a cache")
     ctx.save_for_backward(*inputs[:8])
-    ctx.settings = inputs[8:]
+    ctx.settings = inputs[9:]
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
@@ -289,7 +346,7 @@ def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
         grad_out, grad_lse if need_lse else None, *ctx.saved_tensors, max_q, max_k, causal, scale, left, right, softcap
     )
     needed = [g if want else None for g, want in zip(grads, ctx.needs_input_grad[:6], strict=True)]
-    return (*needed, *(None,) * 12)
+    return (*needed, *(None,) * 13)
 
 
 attention_op.register_autograd(_backward, setup_context=_setup)

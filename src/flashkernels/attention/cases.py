@@ -19,6 +19,8 @@ SCALING = (  # (batch, heads, seq, head_dim)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 # 16 sequences, 16384 tokens: a few long ones, many short ones, some of odd length.
 RAGGED = (4096, 2911, 2048, 1536, 1311, 1024, 777, 640, 513, 400, 320, 256, 200, 150, 129, 73)
+# 64 sequences of 100 to 4000 tokens, evenly spread; 37 and 64 have no common factor, so each length comes once.
+MIXED = tuple(100 + round(3900 * (37 * i % 64) / 63) for i in range(64))
 
 # What a quick run on a GPU times: the same shapes as the full suite, but few.
 QUICK_ON_GPU = {
@@ -26,6 +28,7 @@ QUICK_ON_GPU = {
     "scaling": ("b1-h8-s512-d64", "b2-h8-s2048-d64", "b1-h32-s2048-d128"),
     "seqlens": ("d72-s1024", "d72-s4096", "d72-s16384"),
     "features": ("d72-gqa8", "d72-window1024", "d72-boolmask", "d72-varlen"),
+    "shapes": ("gqa-s16384-d128-causal", "b16-s1024-d64-causal", "b1-s16384-d72-full"),
 }
 
 
@@ -151,7 +154,20 @@ def _features() -> Iterator[Case]:
     yield Case("d192-v128", replace(_self_attention(4, 4096, 16, 192, causal=True), head_dim_v=128))
 
 
-SUITES = {"headdims": _headdims, "scaling": _scaling, "seqlens": _seqlens, "features": _features}
+def _shapes() -> Iterator[Case]:
+    """What the other suites leave out: one long sequence, many short ones, and lengths that differ widely."""
+    long = _self_attention(1, 16384, 16, 128, causal=True)
+    yield Case("gqa-s16384-d128-causal", replace(long, heads=32, kv_heads=8))
+    yield Case("window1024-s16384-d128-causal", replace(long, window=(1024, -1)))
+    yield _ragged("varlen64-d128-causal", long, MIXED)
+    for batch, seq, dims in ((16, 1024, (64, 128)), (1, 16384, (64, 72, 128, 256))):
+        for d in dims:
+            for kind in ("full", "causal"):
+                problem = _self_attention(batch, seq, _heads(d), d, causal=kind == "causal")
+                yield Case(f"b{batch}-s{seq}-d{d}-{kind}", problem)
+
+
+SUITES = {"headdims": _headdims, "scaling": _scaling, "seqlens": _seqlens, "features": _features, "shapes": _shapes}
 
 
 def _heads(head_dim: int) -> int:

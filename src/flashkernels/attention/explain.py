@@ -6,18 +6,52 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashkernels import hardware
+from flashkernels.attention.hopper import tiles as hopper_tiles
+from flashkernels.attention.hopper.source import HopperTile, Variant
 from flashkernels.attention.problem import AttentionProblem
 from flashkernels.attention.triton import tiles
 from flashkernels.dispatch import Verdict, select, verdicts
 from flashkernels.hardware import Gpu
 from flashkernels.tiling import Choice, override, waste
 
+WORDS = {  # for the flags of a HopperTile
+    "pingpong": "warpgroups take turns on the tensor cores",
+    "q_in_registers": "Q in registers",
+    "wide_v": "V in 64-column chunks",
+    "wide_k": "K in 64-column chunks",
+}
+
+
+@dataclass(frozen=True)
+class HopperLaunch:
+    """What the Hopper kernel makes of one problem."""
+
+    variant: Variant
+    splits: int  # parts of the keys
+    tiles: int  # of a ragged batch at most as many: the lengths are on the device
+    waves: float  # tiles of each multiprocessor
+
+    @property
+    def tile(self) -> HopperTile:
+        return self.variant.tile
+
+    @property
+    def computed(self) -> tuple[int, int]:
+        """Columns that the instructions compute of a head: of Q·Kᵀ in steps of 16, of P·V in steps of 8."""
+        return -(-self.variant.head_dim // 16) * 16, -(-self.variant.head_dim_v // 8) * 8
+
+    @property
+    def waste(self) -> float:
+        """Share of the computed columns that is padding."""
+        return 1 - (self.variant.head_dim + self.variant.head_dim_v) / sum(self.computed)
+
 
 @dataclass(frozen=True)
 class Explanation:
     """Everything that decides one attention call. `print` it, or read the fields.
 
-    `choices` (one per tiling strategy) and the roofline fields are empty without a GPU.
+    `choices` (the Triton kernel's, one per tiling strategy) and the roofline fields are empty without a GPU; `hopper`
+    is None unless the Hopper kernel serves.
     """
 
     problem: AttentionProblem
@@ -26,10 +60,11 @@ class Explanation:
     named: bool  # asked for by name, not chosen
     verdicts: list[Verdict]
     choices: tuple[Choice, ...]
+    hopper: HopperLaunch | None = None
 
     @property
     def chosen(self) -> Choice | None:
-        """The strategy whose tile runs."""
+        """The strategy whose tile the Triton kernel runs, where that one serves."""
         served = [(c.best.cost, i) for i, c in enumerate(self.choices) if c.best]
         return self.choices[min(served)[1]] if served and self.impl == "triton" else None
 
@@ -61,8 +96,11 @@ class Explanation:
             for verdict in self.verdicts
             if verdict.name != self.impl
         ]
-        if self.chosen and self.chosen.best:
-            lines += ["", f"tile: {self.chosen.best.tile.name}", "strategies:"]
+        if self.hopper:
+            lines += ["", f"tile: {self.hopper.tile.name}", *_lines(self.hopper, p)]
+        elif self.impl == "triton" and self.choices:
+            name = self.chosen.best.tile.name if self.chosen and self.chosen.best else "none, the call would raise"
+            lines += ["", f"tile: {name}", "strategies:"]
             lines += [_line(choice, p, choice is self.chosen) for choice in self.choices]
         flops, moved = p.flops(), p.bytes()
         lines += ["", f"work: {flops / 1e9:.4g} GFLOP, {moved / 1e6:.4g} MB at least, {self.intensity:.0f} FLOP/byte"]
@@ -73,6 +111,8 @@ class Explanation:
             rate = flops / cost / 1e12
             share = (self.floor or 0) / cost
             lines.append(f"predicted: {cost * 1e6:.1f} µs, {rate:.0f} TFLOPS, {share:.0%} of the roofline")
+        elif self.hopper:
+            lines.append("predicted: no figure, this kernel has no cost model yet")
         return "\n".join(lines)
 
 
@@ -90,8 +130,11 @@ def explain(op: str, *tensors: Any, gpu: str | Gpu | None = None, **arguments: A
     >>> from flashkernels.attention.problem import AttentionProblem
     >>> problem = AttentionProblem(batch=4, seq_q=4096, seq_k=4096, heads=28, kv_heads=28, head_dim=72, causal=True)
     >>> why = fk.explain("attention", problem=problem, gpu="h200")
-    >>> why.impl, why.chosen.best.tile.parts, why.bound
-    ('triton', (64, 16), 'compute')
+    >>> why.impl, why.hopper.computed, why.bound
+    ('hopper', (80, 72), 'compute')
+    >>> portable = fk.explain("attention", problem=problem, gpu="h200", impl="triton")
+    >>> portable.chosen.best.tile.parts
+    (64, 16)
     """
     if op != "attention":
         raise ValueError(f"op={op!r} is not one of 'attention'")
@@ -109,6 +152,7 @@ def explain(op: str, *tensors: Any, gpu: str | Gpu | None = None, **arguments: A
         gpu = hardware.detect(tensors[0].device if tensors else None)
     chosen = select(IMPLS, problem, gpu, impl).name
     choices: tuple[Choice, ...] = ()
+    launch = _launch(problem, gpu) if gpu is not None and chosen == "hopper" else None
     if gpu is not None and problem.device == "cuda":
         tma = not (problem.head_dim % 8 or problem.head_dim_v % 8)  # rows of contiguous tensors that TMA can address
         choices = tiles.compare(problem, gpu, tma)
@@ -117,7 +161,13 @@ def explain(op: str, *tensors: Any, gpu: str | Gpu | None = None, **arguments: A
             choices = tuple(
                 c if c.strategy == forced else Choice(c.strategy, None, f"use_tile asks for {forced}") for c in choices
             )
-    return Explanation(problem, gpu, chosen, impl != "auto", verdicts(IMPLS, problem, gpu), choices)
+    return Explanation(problem, gpu, chosen, impl != "auto", verdicts(IMPLS, problem, gpu), choices, launch)
+
+
+def _launch(problem: AttentionProblem, gpu: Gpu) -> HopperLaunch:
+    choice = hopper_tiles.choose(problem, gpu.sms, override())
+    count = hopper_tiles.query_tiles(problem, choice.variant.tile, choice.variant.pack) * choice.splits
+    return HopperLaunch(choice.variant, choice.splits, count, count / gpu.sms)
 
 
 def _title(p: AttentionProblem) -> str:
@@ -127,7 +177,28 @@ def _title(p: AttentionProblem) -> str:
     flags = [name for name in ("causal", "softcap", "alibi", "sinks", "varlen") if getattr(p, name)]
     flags += [f"window {p.window}"] if p.window != (-1, -1) else []
     flags += [f"{p.mask} mask"] if p.mask else []
+    flags += [f"pages of {p.page_size}"] if p.page_size else []
     return ", ".join([f"attention {p.dtype} B={p.batch} {seqs}", heads, dims, *flags])
+
+
+def _lines(launch: HopperLaunch, problem: AttentionProblem) -> list[str]:
+    """The Hopper kernel's tile in words."""
+    tile, pack = launch.tile, launch.variant.pack
+    shape = f"{64 * tile.groups} rows x {tile.block_n} keys, {tile.stages} stages"
+    flags = [words for name, words in WORDS.items() if getattr(tile, name)]
+    flags += [f"Q in {tile.q_stages} stages"] if tile.q_stages > 1 else []
+    flags += [f"{tile.cluster} blocks share their loads"] if tile.cluster > 1 else []
+    heads = f"{pack} query heads share a row block" if pack > 1 else "one query head a row block"
+    parts = f"keys split into {launch.splits} parts" if launch.splits > 1 else "keys not split"
+    dim, dim_v = problem.head_dim, problem.head_dim_v
+    qk, pv = launch.computed
+    most = "at most " if problem.varlen else ""
+    return [
+        f"  {', '.join([shape, *flags])}",
+        f"  {heads}, {parts}",
+        f"  columns: {qk} for {dim} in Q·Kᵀ, {pv} for {dim_v} in P·V, waste {launch.waste:.2%}",
+        f"  {launch.variant.shared / 1024:.0f} KiB shared, {most}{launch.tiles} tiles, {launch.waves:.2f} waves",
+    ]
 
 
 def _line(choice: Choice, problem: AttentionProblem, chosen: bool) -> str:

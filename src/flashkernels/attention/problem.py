@@ -38,6 +38,8 @@ class AttentionProblem:
     varlen: bool = False
     total_q: int = 0
     total_k: int = 0
+    page_size: int = 0  # keys of a page, where K and V are pages of a cache
+    unaddressable: str = ""  # why TMA cannot read q, k or v; empty: it can
     need_lse: bool = False
     layout: str = "bshd"  # memory order of the output; the inputs may have any strides
     device: str = "cuda"

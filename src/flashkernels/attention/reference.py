@@ -24,7 +24,7 @@ def forward(
     problem: AttentionProblem, tensors: Tensors, softmax_scale: float, softcap: float
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of (B, S, H, D) tensors, or with `cu_seqlens` of ragged (total, H, D) ones, sequence by sequence."""
-    q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k = tensors
+    q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k, block_table = tensors
     left, right = problem.band
     if cu_seqlens_q is None or cu_seqlens_k is None:
         out, lse = attention(q, k, v, softmax_scale, left, right, softcap, alibi_slopes, sinks, mask)
@@ -34,12 +34,17 @@ def forward(
     q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for b in range(len(q_ends) - 1):
         rows, keys = slice(q_ends[b], q_ends[b + 1]), slice(k_ends[b], k_ends[b + 1])
+        kb, vb = (_gathered(x, block_table[b], keys) if block_table is not None else x[keys] for x in (k, v))
         slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
-        one = attention(
-            q[None, rows], k[None, keys], v[None, keys], softmax_scale, left, right, softcap, slopes, sinks, None
-        )
+        one = attention(q[None, rows], kb[None], vb[None], softmax_scale, left, right, softcap, slopes, sinks, None)
         out[rows], lse[:, rows] = one[0][0], one[1][0]
     return out, lse
+
+
+def _gathered(pages: Tensor, table: Tensor, keys: slice) -> Tensor:
+    """The rows (S_k, H_kv, D) of one sequence, from pages (pages, page_size, H_kv, D)."""
+    count, size = keys.stop - keys.start, pages.shape[1]
+    return pages[table[: -(-count // size)].long()].flatten(0, 1)[:count]
 
 
 def attention(

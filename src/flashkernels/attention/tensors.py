@@ -22,10 +22,30 @@ class Tensors(NamedTuple):
     mask: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
+    block_table: Tensor | None = None  # (B, pages) int32; then k and v are (pages, page_size, H_kv, D)
 
 
 # What an implementation's `plan` returns: run(tensors, softmax_scale, softcap) -> output, log-sum-exp or None.
 Run = Callable[[Tensors, float, float], "tuple[Tensor, Tensor | None]"]
+
+
+def strides_of(x: Tensor) -> tuple[int, ...]:
+    """(batch, seq, head, dim) strides; a ragged tensor has no batch."""
+    return x.stride() if x.dim() == 4 else (0, *x.stride())
+
+
+def unaddressable(x: Tensor) -> str:
+    """Why TMA cannot read x, or nothing: it wants aligned rows of contiguous elements, none empty or repeated."""
+    steps = [s * x.element_size() for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
+    if x.numel() == 0:
+        return f"shape {tuple(x.shape)} is empty"
+    if x.data_ptr() % 16:
+        return f"its address is a multiple of {x.data_ptr() & -x.data_ptr()} bytes, not of 16"
+    if x.stride(-1) != 1 and x.shape[-1] != 1:
+        return f"its last dimension has stride {x.stride(-1)}, not 1"
+    if any(step <= 0 or step % 16 for step in steps):
+        return f"its strides {x.stride()} are not all multiples of 16 bytes"
+    return ""
 
 
 def empty_output(q: Tensor, head_dim_v: int, layout: str) -> Tensor:

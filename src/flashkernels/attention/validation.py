@@ -17,12 +17,13 @@ LAYOUTS = ("bshd", "bhsd")
 def described(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float | None, window: tuple[int, int],
     softcap: float, alibi_slopes: Tensor | None, sinks: Tensor | None, mask: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, block_table: Tensor | None = None,
     max_seqlen_q: int = 0, max_seqlen_k: int = 0, need_lse: bool = False, layout: str = "bshd",
 ) -> AttentionProblem:  # fmt: skip
     """The problem that these tensors pose, dense (B, S, H, D) or ragged (total, H, D); raises where they pose none."""
     varlen = cu_seqlens_q is not None
-    _check_qkv(q, k, v, 3 if varlen else 4)
+    paged = block_table is not None
+    _check_qkv(q, k, v, 3 if varlen else 4, paged)
     heads, kv_heads = q.shape[-2], k.shape[-2]
     if varlen:
         assert cu_seqlens_q is not None and cu_seqlens_k is not None
@@ -30,6 +31,8 @@ def described(
         _check_count("max_seqlen_q", max_seqlen_q)
         _check_count("max_seqlen_k", max_seqlen_k)
         seq_q, seq_k = max_seqlen_q, max_seqlen_k
+        if block_table is not None:
+            _check_block_table(block_table, q, batch, -(-max_seqlen_k // max(1, k.shape[1])))
     else:
         batch, seq_q, seq_k = q.shape[0], q.shape[1], k.shape[1]
     _check_numbers(causal, softmax_scale, window, softcap)
@@ -46,7 +49,8 @@ def described(
         softcap=softcap != 0, positive_scale=softmax_scale is None or softmax_scale > 0,
         alibi=alibi_slopes is not None, sinks=sinks is not None,
         mask=None if mask is None else "bool" if mask.dtype == torch.bool else "float",
-        varlen=varlen, total_q=q.shape[0] if varlen else 0, total_k=k.shape[0] if varlen else 0,
+        varlen=varlen, total_q=q.shape[0] if varlen else 0,
+        total_k=batch * seq_k if paged else k.shape[0] if varlen else 0, page_size=k.shape[1] if paged else 0,
         need_lse=need_lse, layout=layout, device=q.device.type,
     )  # fmt: skip
 
@@ -63,13 +67,16 @@ def check_cu_values(name: str, cu_seqlens: Tensor, total: int, longest: int) -> 
         raise ValueError(f"max_seqlen{name[-2:]}={longest} is less than the longest sequence, {max(steps)}, of {name}")
 
 
-def _check_qkv(q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
-    shape = "(total, heads, head_dim)" if rank == 3 else "(batch, seq, heads, head_dim) in this order after `layout`"
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor, rank: int, paged: bool = False) -> None:
+    dense = "(batch, seq, heads, head_dim) in this order after `layout`"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.dim() != rank:
-            raise ValueError(f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; expected {rank}: {shape}")
+        pages = paged and name != "q"
+        want = 4 if pages else rank
+        shape = "(pages, page_size, heads, head_dim)" if pages else "(total, heads, head_dim)" if rank == 3 else dense
+        if x.dim() != want:
+            raise ValueError(f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; expected {want}: {shape}")
     if q.dtype not in DTYPES:
         raise TypeError(f"q.dtype={q.dtype} is not supported; allowed: {', '.join(map(str, DTYPES))}")
     for name, x in (("k", k), ("v", v)):
@@ -111,6 +118,22 @@ def _check_cu_seqlens(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> 
             " both are batch + 1"
         )
     return cu_seqlens_q.shape[0] - 1
+
+
+def _check_block_table(block_table: Tensor, q: Tensor, batch: int, pages: int) -> None:
+    if not isinstance(block_table, Tensor):
+        raise TypeError(f"block_table must be a torch.Tensor, got {type(block_table).__name__}")
+    if block_table.dtype != torch.int32:
+        raise TypeError(f"block_table.dtype={block_table.dtype}; it must be torch.int32")
+    if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.shape[1] < pages:
+        raise ValueError(
+            f"block_table has shape {tuple(block_table.shape)}; expected ({batch}, at least {pages}): batch and the"
+            " pages of max_seqlen_k keys"
+        )
+    if block_table.device != q.device:
+        raise ValueError(f"block_table.device={block_table.device} differs from q.device={q.device}")
+    if not block_table.is_contiguous():
+        raise ValueError(f"block_table has strides {block_table.stride()}; it must be contiguous")
 
 
 def _check_count(name: str, value: int) -> None:

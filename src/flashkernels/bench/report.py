@@ -13,7 +13,7 @@ from typing import Any
 
 from flashkernels.bench.results import Results, Row, fastest, speedup, worst_error
 
-COLOURS = 11  # the template has as many, each in a light and a dark shade
+COLOURS = 12  # the template has as many, each in a light and a dark shade
 # Matplotlib writes plain colours; these stand for the page's own, which follow the reader's light or dark mode.
 INK, GRID = "#0000f0", "#0000f1"
 
@@ -56,6 +56,7 @@ def render(results: Results) -> str:
         failed=[row for row in results.rows if not row.ok and not row.peer],
         plots=list(plots(results)),
         facts=facts(results),
+        older=results.commits()[1:],
     )
 
 
@@ -87,7 +88,9 @@ def facts(results: Results) -> list[tuple[str, str]]:
     if timed and results.meta["gpu"]:
         found.append((f"{max(timed):.0f}", "TFLOPS at most"))
     if "launch_us" in results.meta:
-        found.append((f"{results.meta['launch_us']:.0f} µs", "of CPU time for one small call"))
+        costs = results.meta.get("launch_us_by_impl", {})
+        each = f" ({', '.join(f'{impl} {cost:.0f}' for impl, cost in costs.items())})" if len(costs) > 1 else ""
+        found.append((f"{results.meta['launch_us']:.0f} µs", f"of CPU time for one small call{each}"))
     return found
 
 

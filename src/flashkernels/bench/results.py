@@ -11,13 +11,14 @@ import platform
 import subprocess
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 META = ("gpu", "driver", "torch", "triton", "flashkernels", "commit", "date")
 TIMES = ("ms_p50", "ms_p99", "tflops", "tbps")
+MACHINE = ("gpu", "cpu", "driver", "torch", "triton", "quick")  # of the meta: what rows in one file share
 
 
 class ResultsError(ValueError):
@@ -44,6 +45,8 @@ class Row:
     reference_error: float | None = None
     ok: bool = True
     reason: str | None = None
+    commit: str | None = None  # of a row that is older than the rest of its file, with its date
+    date: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON object of the row; a figure that cannot exist is null, one that was not measured is absent."""
@@ -75,6 +78,11 @@ class Results:
         """Names of the contestants that were timed at least once: ours first, each in the order of appearance."""
         timed = sorted((row for row in self.rows if row.ok), key=lambda row: row.peer)
         return list(dict.fromkeys(row.impl for row in timed))
+
+    def commits(self) -> list[str]:
+        """The commits that the rows were measured at, the newest first."""
+        found = {row.commit or self.meta["commit"]: row.date or self.meta["date"] for row in self.rows}
+        return [commit or "unknown" for commit in sorted(found, key=lambda commit: found[commit], reverse=True)]
 
     def to_json(self) -> str:
         """One line a row, so that a diff of two files shows which rows changed."""
@@ -115,6 +123,36 @@ def worst_error(rows: Iterable[Row]) -> float | None:
     return max((row.error / row.reference_error for row in mine if row.error and row.reference_error), default=None)
 
 
+def require_same_machine(old: dict[str, Any], new: dict[str, Any], where: Path) -> None:
+    """Raises unless rows with these two `meta` may stand in one file."""
+    for name in MACHINE:
+        if old.get(name) != new.get(name):
+            message = f"{where}: its rows have {name}={old.get(name)!r}, the new ones {new.get(name)!r}"
+            raise ResultsError(f"{message}: write to another file")
+
+
+def merge(old: Results, new: Results, where: Path) -> Results:
+    """The old results with the new rows in the place of those of the same case and contestant.
+
+    The meta is the new one; a row that stays takes its own commit and date along. Contestants of one case that were
+    measured at different times did not take turns: compare them with care.
+    """
+    fresh = {(row.suite, row.case, row.impl): row for row in new.rows}
+    params = {(row.suite, row.case): row.params for row in new.rows}
+    rows: list[Row] = []
+    for row in old.rows:
+        replacement = fresh.pop((row.suite, row.case, row.impl), None)
+        if replacement is None:
+            if params.get((row.suite, row.case), row.params) != row.params:
+                raise ResultsError(f"{where}: {row.case} of {row.impl} has other params: write to another file")
+            commit, date = row.commit or old.meta["commit"], row.date or old.meta["date"]
+            replacement = replace(row, commit=commit, date=date)
+        rows.append(replacement)
+    rows += fresh.values()
+    places = {case: i for i, case in enumerate(dict.fromkeys((row.suite, row.case) for row in rows))}
+    return Results(new.meta, sorted(rows, key=lambda row: places[row.suite, row.case]))
+
+
 def write(path: Path, text: str) -> None:
     """Writes a file in one step: a reader sees the old text or the new one, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +185,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "op": (str,), "suite": (str,), "case": (str,), "params": (dict,), "impl": (str,), "peer": (bool,), "ok": (bool,),
     "ms_p50": (float, int), "ms_p99": (float, int), "tflops": (float, int), "tbps": (float, int),
     "roofline": (float, int, type(None)), "bound": (str, type(None)),
-    "error": (float, int), "reference_error": (float, int), "reason": (str,),
+    "error": (float, int), "reference_error": (float, int), "reason": (str,), "commit": (str,), "date": (str,),
 }  # fmt: skip
 
 

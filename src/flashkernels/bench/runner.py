@@ -13,6 +13,7 @@ import torch
 import flashkernels as fk
 from flashkernels.attention.api import IMPLS
 from flashkernels.attention.cases import Case, inputs
+from flashkernels.attention.problem import AttentionProblem
 from flashkernels.attention.triton import tiles
 from flashkernels.bench import check, timing
 from flashkernels.bench.peers import Peer, Unsupported
@@ -23,6 +24,7 @@ from flashkernels.hardware import Gpu, detect
 from flashkernels.tiling import TilingError, use_tile
 
 HEAT_SECONDS, REHEAT_SECONDS = 1.5, 0.3
+STANDARD = "triton-standard"  # the triton kernel, padding to a power of two: what we measure our tiles against
 
 
 class BenchError(RuntimeError):
@@ -38,27 +40,50 @@ class Contestant:
     prepare: Callable[[Case, tuple[Any, ...], dict[str, Any]], timing.Call]
 
 
-def run(suite: Suite, peers: Sequence[Peer], *, rounds: int = 5) -> Iterator[list[Row]]:
+def run(
+    suite: Suite, peers: Sequence[Peer], *, impls: Sequence[str] | None = None, rounds: int = 5
+) -> Iterator[list[Row]]:
     """Measures one case after the other and yields its rows."""
     gpu = detect() if suite.device == "cuda" else None
-    for i, case in enumerate(suite.cases):
-        if gpu:
-            timing.heat(REHEAT_SECONDS if i else HEAT_SECONDS)  # checking and compiling let the chip cool down
-        yield measure(case, suite, [*ours(case, gpu), *theirs(peers)], gpu, rounds)
+    if gpu:
+        timing.heat(HEAT_SECONDS)
+    for case in suite.cases:
+        yield measure(case, suite, [*ours(case, gpu, impls), *theirs(peers)], gpu, rounds)
 
 
-def ours(case: Case, gpu: Gpu | None) -> list[Contestant]:
-    """Our implementations that serve the case. On a GPU the oracle takes part only where nothing else serves;
-    on the CPU the Triton kernel never does, because the time of its interpreter says nothing."""
-    names = [verdict.name for verdict in verdicts(IMPLS, case.problem, gpu) if verdict.reason is None]
-    if gpu is None:
-        names = [name for name in names if name != "triton"]
-    elif len(names) > 1:
-        names.remove("torch")
+def choose(names: str) -> tuple[str, ...]:
+    """Our implementations by a comma-separated list of their names.
+
+    >>> choose("triton, torch")
+    ('triton', 'torch')
+    """
+    wanted = tuple(name.strip() for name in names.split(","))
+    known = [*(impl.name for impl in IMPLS), STANDARD]
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"impls={name!r} is not one of {', '.join(map(repr, known))}")
+    return wanted
+
+
+def ours(case: Case, gpu: Gpu | None, impls: Sequence[str] | None = None) -> list[Contestant]:
+    """Our implementations that take part: those of `impls` that can serve the case, or those that "auto" may take.
+
+    Of the latter, on a GPU the oracle takes part only where nothing else serves; on the CPU the Triton kernel never
+    does, because the time of its interpreter says nothing.
+    """
+    if impls is not None:
+        able = [impl.name for impl in IMPLS if impl.rejects(case.problem, gpu) is None]
+        names = [name for name in able if name in impls]
+    else:
+        able = names = [verdict.name for verdict in verdicts(IMPLS, case.problem, gpu) if verdict.reason is None]
+        if gpu is None:
+            names = [name for name in able if name != "triton"]
+        elif len(able) > 1:
+            names = [name for name in able if name != "torch"]
     contestants = [Contestant(name, False, partial(_our_call, impl=name)) for name in names]
-    if "triton" in names and gpu and _differs_from_standard(case, gpu):
-        standard = partial(_our_call, impl="triton", strategy="standard")
-        contestants.append(Contestant("triton-standard", False, standard))
+    wanted = impls is None or STANDARD in impls
+    if wanted and "triton" in able and gpu and _differs_from_standard(case, gpu):
+        contestants.append(Contestant(STANDARD, False, partial(_our_call, impl="triton", strategy="standard")))
     return contestants
 
 
@@ -66,11 +91,24 @@ def theirs(peers: Sequence[Peer]) -> list[Contestant]:
     return [Contestant(peer.name, True, peer.prepare) for peer in peers]
 
 
-def launch_cost(device: str) -> float:
-    """CPU microseconds of one eager `fk.attention` call, at a size that costs the device next to nothing."""
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    q = torch.randn(1, 64, 1, 64, device=device, dtype=dtype)
-    return timing.launch_cost(lambda: fk.attention(q, q, q, causal=True), device=device)
+def launch_costs(device: str, impls: Sequence[str] | None = None) -> dict[str, float]:
+    """CPU microseconds of one eager `fk.attention` call, at a size that costs the device next to nothing.
+
+    One figure for each implementation of ours that takes part; the first is the one that "auto" takes.
+    """
+    dtype = "fp32" if device == "cpu" else "bf16"
+    problem = AttentionProblem(
+        batch=1, seq_q=64, seq_k=64, heads=1, kv_heads=1, head_dim=64, causal=True, dtype=dtype, device=device
+    )
+    case = Case("launch", problem)
+    args, kwargs = inputs(case, device=device)
+    gpu = detect() if device == "cuda" else None
+    costs = {}
+    for contestant in ours(case, gpu, impls):
+        call = contestant.prepare(case, args, kwargs)
+        with call.scope():
+            costs[contestant.name] = round(timing.launch_cost(call.run, device=device), 2)
+    return costs
 
 
 def measure(case: Case, suite: Suite, contestants: Sequence[Contestant], gpu: Gpu | None, rounds: int) -> list[Row]:
@@ -97,6 +135,8 @@ def measure(case: Case, suite: Suite, contestants: Sequence[Contestant], gpu: Gp
             reasons[name] = _in_words(error)
             _still_alive(name, case, error)
     del reference
+    if gpu:
+        timing.heat(REHEAT_SECONDS)  # the first calls, off the clock, may have compiled for seconds: the chip is cool
     times: dict[str, timing.Times] = {}
     for name, outcome in timing.interleave(samplers, rounds).items():
         if isinstance(outcome, timing.Times):

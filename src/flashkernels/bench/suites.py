@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 from flashkernels.attention import cases as attention
 from flashkernels.bench.timing import L2, Launch
@@ -44,3 +45,17 @@ def suite(
         default = LAUNCH.get(name, ("eager", "cold"))
     chosen = OPS[op].suite(name, device=device, quick=quick)
     return Suite(op, name, chosen, device, launch or default[0], l2 or default[1])
+
+
+def only(whole: Suite, patterns: str) -> Suite:
+    """The cases whose name matches one of the comma-separated patterns, in the order of the suite.
+
+    >>> [case.name for case in only(suite("attention", "headdims"), "d72-*,d96-full").cases]
+    ['d72-full', 'd72-causal', 'd96-full']
+    """
+    wanted = [pattern.strip() for pattern in patterns.split(",")]
+    for pattern in wanted:
+        if not any(fnmatchcase(case.name, pattern) for case in whole.cases):
+            raise ValueError(f"cases={pattern!r} matches no case of the suite {whole.name!r}")
+    found = (case for case in whole.cases if any(fnmatchcase(case.name, pattern) for pattern in wanted))
+    return replace(whole, cases=tuple(found))

@@ -21,37 +21,44 @@ WIDTH = 160  # columns of the table where the output is a file or a pipe
 
 def bench(
     op: Annotated[str, typer.Argument(help="The op to run: attention.")],
-    suite: Annotated[str, typer.Option(help="headdims, scaling, seqlens or features.")] = "headdims",
+    suite: Annotated[str, typer.Option(help="headdims, scaling, seqlens, features or shapes.")] = "headdims",
     quick: Annotated[bool, typer.Option("--quick", help="A few cases on a GPU, tiny sizes on the CPU.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write the results as JSON.")] = None,
+    update: Annotated[bool, typer.Option("--update", help="Keep the other rows that the JSON file has.")] = False,
     csv: Annotated[Path | None, typer.Option(help="Write the results as CSV.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a report with plots; needs the extra 'report'.")] = None,
     peers: Annotated[str, typer.Option(help="fast: all but those slow to compile; all, none, or a,b.")] = "fast",
     rounds: Annotated[int | None, typer.Option(min=1, help="Turns of each contestant: 5, or 3 when quick.")] = None,
     l2: Annotated[Literal["cold", "warm"] | None, typer.Option(help="Flush the L2 cache before each call?")] = None,
     launch: Annotated[Literal["eager", "graph"] | None, typer.Option(help="Call, or replay a CUDA graph.")] = None,
-    filter: Annotated[str, typer.Option(help="Only the cases whose name contains this.")] = "",
+    cases: Annotated[str, typer.Option(help="Only the cases that match a pattern: 'd72-*,d96-full'.")] = "*",
+    impls: Annotated[str, typer.Option(help="Of ours only these: 'hopper,triton'. By default all that serve.")] = "",
     device: Annotated[Literal["cuda", "cpu"] | None, typer.Option(help="By default cuda where there is one.")] = None,
 ) -> None:
     """Check and time our implementations and their rivals on the same inputs, in turns.
 
     The exit code is 1 when one of ours is wrong.
     """
-    from dataclasses import replace
-
     import torch
 
     from flashkernels.bench import report, results as files, runner
     from flashkernels.bench.peers import choose
-    from flashkernels.bench.suites import suite as load
+    from flashkernels.bench.suites import only, suite as load
+    from flashkernels.hardware import detect
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cpu" and not quick:
         raise ValueError("no CUDA device was found or chosen: pass --quick to run tiny sizes on the CPU")
-    chosen = load(op, suite, device=device, quick=quick, launch=launch, l2=l2)
-    chosen = replace(chosen, cases=tuple(case for case in chosen.cases if filter in case.name))
-    if not chosen.cases:
-        raise ValueError(f"filter={filter!r} matches no case of the suite {suite!r}")
+    chosen = only(load(op, suite, device=device, quick=quick, launch=launch, l2=l2), cases)
+    named = runner.choose(impls) if impls else None
+    gpu = detect() if device == "cuda" else None
+    if named and not any(runner.ours(case, gpu, named) for case in chosen.cases):
+        raise ValueError(f"impls={impls!r}: none of them serves a case that was chosen")
+    if update and not json:
+        raise ValueError("update=True needs json=, the file to update")
+    part = impls or cases != "*" or peers not in ("fast", "all")
+    if part and json and json.exists() and not update:
+        raise ValueError(f"{json} exists and may hold more rows than this run: pass --update, or another file")
     if html:
         report.require_extra()
     if device == "cpu":
@@ -60,26 +67,31 @@ def bench(
     present = _present(choose(peers), device, named=peers not in ("all", "fast", "none"), console=progress_console)
 
     results = files.Results(files.describe(device, quick=quick))
-    results.meta["launch_us"] = round(runner.launch_cost(device), 2)
-    broken: runner.BenchError | None = None
+    before = files.read(json) if update and json and json.exists() else None
+    if before and json:
+        files.require_same_machine(before.meta, results.meta, json)
+    if costs := runner.launch_costs(device, named):
+        results.meta |= {"launch_us": next(iter(costs.values())), "launch_us_by_impl": costs}
+    whole, broken = results, None
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=progress_console, transient=True) as progress:
         task = progress.add_task(chosen.cases[0].name, total=len(chosen.cases))
         try:
-            for rows in runner.run(chosen, present, rounds=rounds or (3 if quick else 5)):
+            turns = runner.run(chosen, present, impls=named, rounds=rounds or (3 if quick else 5))
+            for upcoming, rows in zip((*chosen.cases[1:], chosen.cases[-1]), turns, strict=True):
                 results.rows += rows
                 if json:
-                    files.write(json, results.to_json())  # after each case: an interrupted run leaves its results
-                upcoming = chosen.cases[min(len(results.cases()), len(chosen.cases) - 1)]
+                    whole = files.merge(before, results, json) if before else results
+                    files.write(json, whole.to_json())  # after each case: an interrupted run leaves its results
                 progress.update(task, advance=1, description=upcoming.name)
         except runner.BenchError as error:
             broken = error
     if broken and not results.rows:
         raise broken
     if csv:
-        files.write(csv, results.to_csv())
+        files.write(csv, whole.to_csv())
     if html:
-        files.write(html, report.render(results))
+        files.write(html, report.render(whole))
 
     if not console.is_terminal:
         console = Console(width=WIDTH)
@@ -147,9 +159,11 @@ def notes(results: Results) -> list[str]:
     for (impl, reason), rows in declined.items():
         where = rows[0].case if len(rows) == 1 else f"{rows[0].case} and {len(rows) - 1} more"
         lines.append(f"{impl} left out of {where}: {reason}")
-    cost = results.meta["launch_us"]
     small = "one eager call of fk.attention" if results.meta["gpu"] else "one tiny call of fk.attention"
-    return [*lines, f"{small} takes {cost:.1f} microseconds of CPU time"]
+    if costs := results.meta.get("launch_us_by_impl"):
+        each = ", ".join(f"{cost:.1f} ({impl})" for impl, cost in costs.items())
+        lines.append(f"{small} takes {each} microseconds of CPU time")
+    return lines
 
 
 def _present(peers: Sequence[Peer], device: str, *, named: bool, console: Console) -> list[Peer]:

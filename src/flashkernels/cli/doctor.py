@@ -7,7 +7,6 @@ A check fails only where something is broken, and then the command's exit code i
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import json
 import os
 import platform
@@ -306,36 +305,27 @@ def c_compiler() -> Check:
 
 
 def nvrtc() -> Check:
-    """The run-time compiler of the CUDA C++ kernels."""
-    for path in nvrtc_paths():
-        try:
-            library = ctypes.CDLL(path)
-        except OSError:
-            continue
-        major, minor, count = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-        library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-        library.nvrtcGetNumSupportedArchs(ctypes.byref(count))
-        targets = (ctypes.c_int * count.value)()
-        library.nvrtcGetSupportedArchs(targets)
-        detail = f"NVRTC {major.value}.{minor.value} ({path}) compiles for sm_{min(targets)} to sm_{max(targets)}"
-        strangers = sorted({sm(*capability(g)) for g in gpus()} - {f"sm_{target}" for target in targets})
-        if strangers:
-            return warn(f"{detail}, not for {', '.join(strangers)}", "install a newer nvidia-cuda-nvrtc")
-        return ok(detail)
-    return warn(
-        "libnvrtc cannot be loaded: kernels written in CUDA C++ cannot be compiled here",
-        "pip install nvidia-cuda-nvrtc (a CUDA build of torch brings it)",
-    )
+    """The run-time compiler of the CUDA C++ kernels: found, and able to compile."""
+    from flashkernels.jit.nvrtc import CompilerMissing, find
 
-
-def nvrtc_paths() -> list[str]:
-    """Where libnvrtc may be: in the wheels of NVIDIA and torch first, then in the system."""
-    paths: list[str] = []
-    for package, pattern in (("nvidia", "*/lib/libnvrtc.so*"), ("torch", "lib/libnvrtc*.so*")):
-        spec = importlib.util.find_spec(package)
-        for root in (spec.submodule_search_locations or []) if spec else []:
-            paths += sorted(str(path) for path in Path(root).glob(pattern) if "builtins" not in path.name)
-    return [*paths, "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so", "/usr/local/cuda/lib64/libnvrtc.so"]
+    try:
+        compiler = find()
+        targets = compiler.targets()
+        compiler.run("empty.cu", "", {}, [f"--gpu-architecture=sm_{min(targets)}"])
+    except CompilerMissing:
+        return warn(
+            "libnvrtc cannot be loaded: kernels written in CUDA C++ cannot be compiled here",
+            "pip install nvidia-cuda-nvrtc (a CUDA build of torch brings it)",
+        )
+    except RuntimeError as error:
+        complaint = last_line(str(error))
+        return fail_with_gpu(f"NVRTC cannot compile an empty program: {complaint}", "reinstall nvidia-cuda-nvrtc")
+    version = ".".join(map(str, compiler.version))
+    detail = f"NVRTC {version} ({compiler.path}) compiles for sm_{min(targets)} to sm_{max(targets)}"
+    strangers = sorted({sm(*capability(g)) for g in gpus()} - {f"sm_{target}" for target in targets})
+    if strangers:
+        return warn(f"{detail}, not for {', '.join(strangers)}", "install a newer nvidia-cuda-nvrtc")
+    return ok(detail)
 
 
 def shared_memory() -> Check:
@@ -366,7 +356,9 @@ def shared_memory() -> Check:
 
 
 def kernel_cache() -> Check:
-    return takes_files(os.environ.get("FLASHKERNELS_CACHE") or "~/.cache/flashkernels", "FLASHKERNELS_CACHE")
+    from flashkernels.jit import cache
+
+    return takes_files(str(cache.folder()), "FLASHKERNELS_CACHE")
 
 
 def triton_cache() -> Check:

@@ -12,6 +12,8 @@ from flashkernels.bench.results import Results, Row, fastest, read, write
 
 BLOCK = re.compile(r"<!-- table:(\w+) -->\n.*?<!-- /table -->", re.DOTALL)
 KINDS = ("full", "causal")
+STANDARD = "triton-standard"
+TITLES = {"sdpa-cudnn": "cuDNN", "sdpa-flash": "SDPA flash", "fa4": "FA4", STANDARD: "padding (`standard`)"}
 
 
 def table(
@@ -55,29 +57,37 @@ def fill(text: str, measured: dict[str, Results], where: Path) -> str:
 
 
 def headdims(results: Results) -> str:
-    """TFLOPS by head dimension, full / causal, and what they are over cuDNN and over padding to a power of two."""
+    """TFLOPS by head dimension, full / causal, and what ours are over the rivals' and over padding to a power of two.
+
+    Where several implementations of ours were timed each has a column, and the ratios take the fastest of them.
+    """
     rows: dict[tuple[int, str], list[Row]] = {}
     for row in results.rows:
         if row.suite == "headdims":
             kind = "causal" if row.params["causal"] else "full"
             rows.setdefault((row.params["head_dim"], kind), []).append(row)
 
-    lines = [
-        "| D | ours | cuDNN | SDPA flash | ours over cuDNN | ours over padding (`standard`) |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    timed = {row.impl: row.peer for group in rows.values() for row in group if row.ok}
+    mine = [impl for impl in results.impls() if timed.get(impl) is False and impl != STANDARD]
+    fa4 = ["fa4"] if "fa4" in timed else []
+    shown = [*(mine if len(mine) > 1 else ["ours"]), "sdpa-cudnn", *fa4, "sdpa-flash"]
+    over = ["sdpa-cudnn", *fa4, STANDARD]
+    titles = ["D", *(TITLES.get(impl, impl) for impl in shown), *(f"ours over {TITLES[impl]}" for impl in over)]
+    lines = [f"| {' | '.join(titles)} |", "|" + " ---: |" * len(titles)]
     for d in sorted({d for d, _ in rows}):
         pair = [rows.get((d, kind), []) for kind in KINDS]
+        found = {impl: [_named(group, impl) for group in pair] for impl in (*shown, *over)}
         ours = [fastest(group, peer=False) for group in pair]
-        rivals = ("sdpa-cudnn", "sdpa-flash", "triton-standard")
-        cudnn, flash, standard = ([_named(group, impl) for group in pair] for impl in rivals)
-        cells = [_figures(ours), _figures(cudnn), _figures(flash), _ratios(ours, cudnn), _ratios(ours, standard)]
+        cells = [_figures(ours if impl == "ours" else found[impl]) for impl in shown]
+        cells += [_ratios(ours, found[impl]) for impl in over]
         lines.append(f"| {d} | {' | '.join(cells)} |")
     meta, params = results.meta, next(iter(rows.values()))[0].params
+    commits = ", ".join(commit[:10] for commit in results.commits())
+    which = f" Ours is the fastest of {', '.join(mine)}." if len(mine) > 1 else ""
     caption = (
-        f"TFLOPS, full / causal. {params['dtype']}, B={params['batch']}, S={params['seq']}, H=round(2048/D), "
+        f"TFLOPS, full / causal.{which} {params['dtype']}, B={params['batch']}, S={params['seq']}, H=round(2048/D), "
         f"{params['launch']} launches, {params['l2']} L2. {meta['gpu'] or meta['cpu']}, {meta['date'][:10]}, "
-        f"commit {(meta['commit'] or 'unknown')[:10]}, torch {meta['torch']}."
+        f"commit {commits}, torch {meta['torch']}."
     )
     return "\n".join([*lines, "", caption])
 

@@ -1,4 +1,4 @@
-"""Compiles Triton kernels for a GPU that is not there, and reads what the machine code needs."""
+"""Compiles Triton kernels for a GPU that is not there, and reads what machine code, theirs or NVRTC's, needs."""
 
 from __future__ import annotations
 
@@ -43,20 +43,27 @@ def compile_for(
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, constants, attrs)
     compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options=options)
-    return _resources(compiled.asm["cubin"], compiled.metadata.shared, compiled.metadata.tmem_size or 0)
+    return resources(compiled.asm["cubin"], compiled.metadata.shared, compiled.metadata.tmem_size or 0)
 
 
-def _resources(cubin: bytes, shared: int, tensor_columns: int) -> Resources:
+def resources(cubin: bytes, shared: int, tensor_columns: int = 0, entry: str = "") -> Resources:
+    """What the kernel `entry` of a cubin uses; a cubin with one kernel needs no name."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         usage = _output(tools / "cuobjdump", "-res-usage", file.name)
         sass = _output(tools / "nvdisasm", "-c", file.name)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    found = re.search(rf"Function {entry or '.*'}:\s+REG:(\d+) STACK:(\d+)", usage)
     if found is None:
         raise RuntimeError(f"cuobjdump -res-usage gave no resource line: {usage!r}")
-    return Resources(shared, tensor_columns, int(found[1]), int(found[2]), sass)
+    return Resources(shared, tensor_columns, int(found[1]), int(found[2]), _section(sass, entry) if entry else sass)
+
+
+def _section(sass: str, entry: str) -> str:
+    """The lines of one kernel."""
+    parts = re.split(r"^\s*\.section\s+\.text\.(\w+),.*\n", sass, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))[entry]
 
 
 def _output(*command: object) -> str:

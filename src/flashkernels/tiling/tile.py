@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations_with_replacement
+from typing import Protocol
 
 STRATEGIES = ("exact", "standard", "split_d", "register")
 SMALLEST_PART = 16  # the k extent of one 16-bit matrix instruction
@@ -75,11 +76,18 @@ def decomposed(dim: int) -> tuple[int, ...]:
     return min(sums, key=lambda c: (sum(c), len(c)))
 
 
-_override: ContextVar[str | Tile | None] = ContextVar("flashkernels_tile", default=None)
+class Named(Protocol):
+    """Any kernel's tile: a hashable value with a name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+_override: ContextVar[str | Named | None] = ContextVar("flashkernels_tile", default=None)
 
 
 @contextmanager
-def use_tile(strategy: str | None = None, *, tile: Tile | None = None) -> Iterator[None]:
+def use_tile(strategy: str | None = None, *, tile: Named | None = None) -> Iterator[None]:
     """Within this scope, kernels take the given strategy, or exactly the given tile, instead of choosing their own.
 
     >>> with use_tile("standard"):
@@ -97,6 +105,6 @@ def use_tile(strategy: str | None = None, *, tile: Tile | None = None) -> Iterat
         _override.reset(token)
 
 
-def override() -> str | Tile | None:
+def override() -> str | Named | None:
     """The strategy or tile that `use_tile` has put in force, or None."""
     return _override.get()

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashkernels.attention.problem import AttentionProblem
-from flashkernels.attention.tensors import Run, Tensors, empty_output, lse_shape
+from flashkernels.attention.tensors import Run, Tensors, empty_output, lse_shape, strides_of, unaddressable
 from flashkernels.attention.triton import tiles
 from flashkernels.hardware import GPUS, Gpu
 from flashkernels.jit.launch import Descriptor, Launcher, compile_options
@@ -366,8 +366,8 @@ def forward_kernel(
 def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
     """Chooses the tile and lays out all of a launch that the signature decides; returns what is left to run."""
     gpu = gpu or GPUS["h200"]  # the interpreter takes the tiles of a real GPU
-    q, k, v, slopes, sinks, mask, _, _ = tensors
-    tile = chosen_tile(problem, gpu, addressable(k) and addressable(v))
+    q, k, v, slopes, sinks, mask = tensors[:6]
+    tile = chosen_tile(problem, gpu, not (unaddressable(k) or unaddressable(v)))
     launcher = Launcher(
         forward_kernel, constants(problem, tile), compile_options(tile.warps, tile.stages, tile.registers)
     )
@@ -378,19 +378,19 @@ def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
     left, right = problem.band
     sizes = (problem.seq_q, problem.seq_k, problem.heads, problem.heads // problem.kv_heads, blocks_m,
              heads_per_section(problem), total_heads, *(min(max(side, 0), FAR) for side in (left, right)))  # fmt: skip
-    inputs = (*_strides(q), *_strides(k), *_strides(v))
+    inputs = (*strides_of(q), *strides_of(k), *strides_of(v))
     lse_strides = (0, q.shape[0]) if problem.varlen else (problem.heads * problem.seq_q, problem.seq_q)
     full = (problem.batch, problem.heads, problem.seq_q, problem.seq_k)
     mask_strides = (0, 0, 0, 0) if mask is None else mask.expand(full).stride()
     slope_strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
     sink_stride = 0 if sinks is None else sinks.stride(0)
     k_boxes, v_boxes = _boxes(k, tile.parts, tile), _boxes(v, tile.parts_v, tile)
-    outputs = (*_strides(empty_output(q, problem.head_dim_v, problem.layout))[:3], *lse_strides)
+    outputs = (*strides_of(empty_output(q, problem.head_dim_v, problem.layout))[:3], *lse_strides)
     fixed = (*inputs, *outputs, *mask_strides, *slope_strides, sink_stride, *sizes)
     device = q.device.index
 
     def run(tensors: Tensors, softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
-        q, k, v, slopes, sinks, mask, cu_q, cu_k = tensors
+        q, k, v, slopes, sinks, mask, cu_q, cu_k, _ = tensors
         out = empty_output(q, problem.head_dim_v, problem.layout)
         lse = q.new_empty(lse_shape(q), dtype=torch.float32) if problem.need_lse else None
         if grid == 0:
@@ -412,7 +412,9 @@ def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
 def chosen_tile(problem: AttentionProblem, gpu: Gpu, tma: bool) -> Tile:
     """The tile in force: the one `use_tile` names, or the cheapest (of the strategy it names)."""
     forced = override()
-    return forced if isinstance(forced, Tile) else tiles.choose(problem, gpu, tma, forced).tile
+    if isinstance(forced, Tile):
+        return forced
+    return tiles.choose(problem, gpu, tma, forced if isinstance(forced, str) else None).tile
 
 
 def constants(problem: AttentionProblem, tile: Tile) -> dict[str, Any]:
@@ -424,17 +426,6 @@ def constants(problem: AttentionProblem, tile: Tile) -> dict[str, Any]:
         "LEFT": left >= 0, "RIGHT": right >= 0, "SOFTCAP": problem.softcap, "NEGATIVE": not problem.positive_scale,
         "MASK": problem.mask or "none", "PRECISION": "ieee",
     }  # fmt: skip
-
-
-def addressable(x: Tensor) -> bool:
-    """Whether TMA can read x: aligned rows of contiguous elements, and no dimension that is empty or repeated."""
-    steps = [s * x.element_size() for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1]
-    return (
-        x.numel() > 0
-        and x.data_ptr() % 16 == 0
-        and (x.stride(-1) == 1 or x.shape[-1] == 1)
-        and all(step > 0 and step % 16 == 0 for step in steps)
-    )
 
 
 def heads_per_section(problem: AttentionProblem) -> int:
@@ -449,11 +440,6 @@ def heads_per_section(problem: AttentionProblem) -> int:
     return max(1, math.ceil(heads / max(1, round(kv_bytes / 32e6))))
 
 
-def _strides(x: Tensor) -> tuple[int, ...]:
-    """(batch, seq, head, dim) strides; a ragged tensor has no batch."""
-    return x.stride() if x.dim() == 4 else (0, *x.stride())
-
-
 Box = tuple[tuple[int, ...], tuple[int, ...], list[int]]
 
 
@@ -464,7 +450,7 @@ def _boxes(x: Tensor, parts: tuple[int, ...], tile: Tile) -> list[Box | None]:
     shape = tuple(x.shape) if x.dim() == 4 else (1, *x.shape)
     row = 16 // x.element_size()
     # a dimension of size 1 is never stepped over, so its stride may be any that TMA accepts
-    strides = tuple(step if n > 1 else -(-shape[-1] // row) * row for n, step in zip(shape, _strides(x), strict=True))
+    strides = tuple(step if n > 1 else -(-shape[-1] // row) * row for n, step in zip(shape, strides_of(x), strict=True))
     boxes: list[Box | None] = [(shape, (*strides[:-1], 1), [1, tile.block_n, 1, part]) for part in parts]
     return boxes + [None] * (3 - len(parts))
 

@@ -106,7 +106,7 @@ def _best(strategy: str, problem: AttentionProblem, gpu: Gpu, tma: bool) -> Choi
     if largest > LARGEST_DIM:
         return Choice(strategy, None, f"head_dim={largest} is over {LARGEST_DIM}")
     if strategy == "register":
-        return Choice(strategy, None, "Q resident in registers needs the Hopper kernel, which does not exist yet")
+        return Choice(strategy, None, "Q resident in registers is for the Hopper kernel alone")
     if strategy == "split_d" and largest <= SPLIT_ABOVE:
         return Choice(strategy, None, f"head_dim={largest} fits one pass; chunks pay over {SPLIT_ABOVE}")
     if strategy != "split_d" and largest > SPLIT_ABOVE:

@@ -21,6 +21,7 @@ def _prepare(backend: SDPBackend, case: Case, args: tuple[Any, ...], kwargs: dic
     require(not p.varlen, "takes dense batches only (nested tensors are not tried)")
     require(not p.softcap, "has no softcap")
     require(not p.sinks, "has no sinks")
+    require(p.window == (-1, -1), "has no window (a mask would cost the work of the whole score matrix)")
     on_cpu = args[0].device.type == "cpu"
 
     q, k, v = (x.transpose(1, 2) for x in args[:3])

@@ -7,7 +7,9 @@ Wider than flash-attn: also on the CPU and in fp32, at any head dimension, value
 
 Where the two differ:
 
-- `dropout_p > 0` and `block_table` raise `UnsupportedError`: there is no kernel for them yet.
+- `dropout_p > 0` raises `UnsupportedError`: there is no kernel for it yet.
+- `block_table` takes pages of any size. The Hopper kernel reads those of a multiple of 64 keys; the rest, and other
+  GPUs, are served by the plain `torch` implementation, which is slow. There are no gradients through pages.
 - `deterministic` changes nothing: forward and backward are always deterministic.
 - The third result of `return_attn_probs=True` is None (flash-attn from 2.7 on has an empty tensor there).
 - `softmax_lse` of a row that sees no key is -inf, the logarithm of an empty sum. flash-attn writes +inf.
@@ -117,7 +119,9 @@ def flash_attn_varlen_func(
         cu_seqlens_k: (batch + 1,) int32; the same for k and v.
         max_seqlen_q: length of the longest sequence of queries.
         max_seqlen_k: length of the longest sequence of keys.
-        block_table: must be None.
+        block_table: (batch, max_num_blocks_per_seq) int32. Then k and v are the pages of a cache,
+            (num_blocks, page_block_size, nheads_k, headdim): key j of sequence b is row `j % page_block_size` of page
+            `block_table[b, j // page_block_size]`, and cu_seqlens_k only gives the lengths.
 
     The other arguments are those of `flash_attn_func`.
 
@@ -132,8 +136,7 @@ def flash_attn_varlen_func(
     """
     _check_dropout(dropout_p)
     if block_table is not None:
-        shape = tuple(block_table.shape)
-        raise UnsupportedError(f"block_table of shape {shape}: there is no kernel for a paged KV cache yet; pass None")
+        block_table = block_table.contiguous()  # flash-attn also takes the left part of a larger table
     found = attention_varlen(
         q,
         k,
@@ -147,6 +150,7 @@ def flash_attn_varlen_func(
         window=window_size,
         softcap=max(softcap, 0.0),
         alibi_slopes=alibi_slopes,
+        block_table=block_table,
         return_lse=return_attn_probs,
     )
     return (*found, None) if isinstance(found, tuple) else found

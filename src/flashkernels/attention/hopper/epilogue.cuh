@@ -1,0 +1,137 @@
+// From the accumulators of a tile to the output and its log-sum-exp; and the combination of a split tile's parts.
+#pragma once
+#include "careful.cuh"
+#include "softmax.cuh"
+
+struct Epilogue {
+  const Params& p;
+  int group, warp, lane;
+  u32 words[DV / 4];  // the output of both rows, 16 bits an element
+
+  // The factor that normalises each row. Also writes the log-sum-exp. No branches: a wgmma is in flight.
+  DEVICE void normalise(const Work& w, const Softmax& softmax, float (&factor)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const Place place = place_of(w, group, warp * 16 + lane / 4 + 8 * r);
+      float total = softmax.total[r], reference = softmax.reference[r], rescale = 1.f;
+      total += __shfl_xor_sync(~0u, total, 1);
+      total += __shfl_xor_sync(~0u, total, 2);
+      if (SINKS) {  // one more logit, without a value
+        const float sink = p.sinks[place.head] * LOG2E, most = fmaxf(fmaxf(reference, sink), UNSEEN);
+        rescale = exp2_approx(reference - most);
+        total = total * rescale + exp2_approx(sink - most);
+        reference = most;
+      }
+      factor[r] = total == 0.f ? 0.f : rescale * reciprocal(total);
+      const float lse = total == 0.f ? -INF : (reference + log2_approx(total)) * LN2;
+      if (p.lse != nullptr && (lane & 3) == 0 && place.exists)
+        p.lse[w.batch * p.lse_batch + place.head * p.lse_head + w.q_row + place.query] = lse;
+    }
+  }
+
+  // Reads the accumulators; right after the wait for them.
+  DEVICE void round(const float (&o)[DV / 2], const float (&factor)[2]) {
+#pragma unroll
+    for (int i = 0; i < DV / 4; i++) words[i] = pack(o[2 * i] * factor[i & 1], o[2 * i + 1] * factor[i & 1]);
+    keep(words);
+  }
+
+  // Pairs of lanes exchange halves so that each stores 8 bytes, and four lanes 32 contiguous ones.
+  DEVICE void store(const Work& w) const {
+    const int quarter = lane & 3, odd = quarter & 1;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const Place place = place_of(w, group, warp * 16 + lane / 4 + 8 * r);
+      u16* row = p.out + output_at(p, w, place.query, place.head);
+#pragma unroll
+      for (int j = 0; j + 1 < DV / 8; j += 2) {
+        const u32 x = words[2 * j + r], y = words[2 * j + 2 + r];
+        const u32 given = __shfl_xor_sync(~0u, odd ? x : y, 1);
+        uint2 both;
+        both.x = odd ? given : x;
+        both.y = odd ? y : given;
+        if (place.exists) *(uint2*)(row + (j + odd) * 8 + (quarter >> 1) * 4) = both;
+      }
+      if ((DV / 8) % 2 && place.exists) *(u32*)(row + DV - 8 + quarter * 2) = words[DV / 4 - 2 + r];
+    }
+  }
+
+  // Whether this warp has to make its rows again, without the keys that a mask hides (see careful.cuh).
+  DEVICE bool poisoned(const float (&o)[DV / 2], const float (&factor)[2]) const {
+    bool nan = false;
+#pragma unroll
+    for (int i = 0; i < DV / 2; i++) nan |= o[i] != o[i];
+    return (BAND || RAGGED) && __any_sync(~0u, nan);
+  }
+
+  DEVICE void note(bool poisoned, u32 list, const Work& w) const {
+    if (!(BAND || RAGGED) || SPLIT) return;
+    const Place place = place_of(w, group, warp * 16);
+    note_poisoned(poisoned && lane == 0 && place.exists, list, p.out + output_at(p, w, place.query, place.head), w.id);
+  }
+
+  // --- split tiles: every part leaves its accumulators; whoever comes last adds them up, in a fixed order
+
+  // Parts of one warpgroup's rows: [tile, part][group][thread][2 references, 2 sums, accumulators].
+  static constexpr int FLOATS = DV / 2 + 4;
+
+  DEVICE float* part_of(int id) const {
+    return p.partial + (((i64)id * GROUPS + group) * FLOATS) * 128 + warp * 32 + lane;
+  }
+
+  DEVICE bool leave(const Work& w, const Softmax& softmax, const float (&o)[DV / 2]) const {
+    float* to = part_of(w.id);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      to[r * 128] = softmax.reference[r];
+      to[(2 + r) * 128] = softmax.total[r];
+    }
+#pragma unroll
+    for (int i = 0; i < DV / 2; i++) to[(4 + i) * 128] = o[i];
+    __threadfence();
+    int* done = p.counters + 2 + w.id / p.splits * GROUPS + group;
+    named_barrier::sync(4 + group, 128);
+    int before = 0;
+    if (warp == 0 && lane == 0) {
+      before = atomicAdd(done, 1);
+      if (before == p.splits - 1) *done = 0;  // for the next launch
+    }
+    return named_barrier_any(before == p.splits - 1);
+  }
+
+  DEVICE bool named_barrier_any(bool mine) const {
+    int any;
+    asm volatile(
+        "{.reg .pred p, q; setp.ne.s32 p, %1, 0; bar.red.or.pred q, %2, 128, p; selp.s32 %0, 1, 0, q;}"
+        : "=r"(any) : "r"((int)mine), "r"(4 + group) : "memory");
+    return any;
+  }
+
+  DEVICE void combine(const Work& w, Softmax& softmax, float (&o)[DV / 2]) const {
+    __threadfence();
+    const int first = w.id / p.splits * p.splits;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      softmax.reference[r] = UNSEEN;
+      softmax.total[r] = 0.f;
+    }
+    for (int s = 0; s < p.splits; s++) {
+      const volatile float* from = part_of(first + s);
+#pragma unroll
+      for (int r = 0; r < 2; r++) softmax.reference[r] = fmaxf(softmax.reference[r], from[r * 128]);
+    }
+#pragma unroll
+    for (int i = 0; i < DV / 2; i++) o[i] = 0.f;
+    for (int s = 0; s < p.splits; s++) {
+      const volatile float* from = part_of(first + s);
+      float factor[2];
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        factor[r] = exp2_approx(from[r * 128] - softmax.reference[r]);
+        softmax.total[r] = fmaf(from[(2 + r) * 128], factor[r], softmax.total[r]);
+      }
+#pragma unroll
+      for (int i = 0; i < DV / 2; i++) o[i] = fmaf(from[(4 + i) * 128], factor[(i >> 1) & 1], o[i]);
+    }
+  }
+};

@@ -1,0 +1,465 @@
+// Attention forward for Hopper (sm_90a), compiled at run time for one head dimension, tile and set of features.
+//
+// A block is one producer warp, which only issues loads (TMA), and 1 to 3 consumer warpgroups of 64 query rows each,
+// which only compute (wgmma). Blocks stay on their multiprocessor and take tile after tile from a counter.
+//
+// A consumer issues Q·Kᵀ of the next key tile and P·V of the last one together, waits for the first, and computes its
+// exponentials while the second runs. P never leaves registers. The first Q·Kᵀ of the next query tile runs under the
+// epilogue of the previous one.
+//
+// The order of statements around wgmma is not free: ptxas serialises asynchronous wgmmas (and says so in a warning,
+// which the build turns into an error) when their registers are copied, or when a branch lies between them and their
+// wait. docs/notes/hopper_forward.md has the rules.
+#include "epilogue.cuh"
+#include "wgmma.cuh"
+
+DEVICE void produce(const Params& p, u32 smem, u32 rank, int lane) {
+  mbarrier::Ring<STAGES> k(1), v(1);
+  mbarrier::Ring<Q_STAGES> q(1);
+  Mailbox mail(smem, rank == 0 ? 1 : 0);
+  const int tiles = total_tiles(p);
+  const bool leader = lane == 0;
+
+  // One key tile of K or V: every lane with a box of rows loads it, chunk of columns by chunk.
+  auto load_rows = [&](const Work& w, u32 to, u32 barrier, int tile, const TensorMap& map, int width, int chunks,
+                       const TensorMap* rest, int rest_width) {
+    const int kv_head = w.head / p.group, boxes = BLOCK_N / (BOX * CLUSTER);
+    if (lane >= boxes) return;
+    const int row = PAGED ? lane * BOX : rank * BOX;
+    int key = tile * BLOCK_N + row, batch = VARLEN ? 0 : w.batch;
+    if (PAGED) {
+      const int page = max(0, min(key, w.seq_k - 1)) / p.page_size;  // keys past the end are masked, whatever they are
+      batch = p.pages[(i64)w.batch * p.max_pages + page];
+      key %= p.page_size;
+    }
+#pragma unroll
+    for (int c = 0; c < chunks; c++)
+      tma::multicast(to + (c * BLOCK_N + row) * width * 2, map, barrier, c * width, w.k_row + key, kv_head, batch);
+    if (rest_width)
+      tma::multicast(to + chunks * BLOCK_N * width * 2 + row * rest_width * 2, *rest, barrier, chunks * width,
+                     w.k_row + key, kv_head, batch);
+  };
+  auto load_k = [&](const Work& w, int tile) {
+    const u32 barrier = smem + K_FULL + 8 * k.stage;
+    mbarrier::wait(smem + K_EMPTY + 8 * k.stage, k.phase);
+    if (leader) mbarrier::expect(barrier, K_BYTES);
+    __syncwarp();
+    load_rows(w, smem + K_AT + K_TILE * k.stage, barrier, tile, p.k, K_WIDTH, K_CHUNKS, &p.k_rest, K_REST);
+    k.advance();
+  };
+  auto load_v = [&](const Work& w, int tile) {
+    const u32 barrier = smem + V_FULL + 8 * v.stage;
+    mbarrier::wait(smem + V_EMPTY + 8 * v.stage, v.phase);
+    if (leader) mbarrier::expect(barrier, V_BYTES);
+    __syncwarp();
+    load_rows(w, smem + V_AT + V_TILE * v.stage, barrier, tile, p.v, V_WIDTH, V_CHUNKS, nullptr, 0);
+    v.advance();
+  };
+  auto load_q = [&](const Work& w, int group) {
+    const int slot = q.stage * GROUPS + group;
+    const u32 barrier = smem + Q_FULL + 8 * slot, to = smem + Q_AT + Q_TILE * slot;
+    mbarrier::wait(smem + Q_EMPTY + 8 * slot, q.phase);
+    if (!leader) return;
+    mbarrier::expect(barrier, Q_BYTES);
+    const int query = w.q_row + w.block * BLOCK_Q + group * QUERIES, batch = VARLEN ? 0 : w.batch;
+    // A fifth dimension, for the heads of a pack, only where there is one: it slows the copy engine down.
+    auto load_chunk = [&](u32 to, const TensorMap& map, int column) {
+      if (PACK == 1) tma::load(to, map, barrier, column, query, w.head, batch);
+      else tma::load(to, map, barrier, column, 0, query, w.head, batch);
+    };
+#pragma unroll
+    for (int c = 0; c < K_CHUNKS; c++) load_chunk(to + c * 64 * K_WIDTH * 2, p.q, c * K_WIDTH);
+    if (K_REST) load_chunk(to + K_CHUNKS * 64 * K_WIDTH * 2, p.q_rest, K_CHUNKS * K_WIDTH);
+  };
+
+  int t = blockIdx.x / CLUSTER;
+  while (true) {
+    Work w;
+    if (rank == 0) {
+      if (t < tiles) w = decode(p, t, lane);
+      else w.id = -1;
+      mail.put(w, lane);
+    } else {
+      w = mail.get(p, lane);
+    }
+    if (w.id < 0) break;
+    // Asked for now and looked at after the loads of this tile: the answer takes a microsecond.
+    if (rank == 0 && leader) t = atomicAdd(p.counters, 1) + gridDim.x / CLUSTER;
+    w.block = w.block * CLUSTER + rank;
+    const Keys keys = keys_of(p, w, w.block / CLUSTER * CLUSTER * BLOCK_Q, BLOCK_Q * CLUSTER);
+    int tile = keys.end - 1;
+#pragma unroll
+    for (int group = 0; group < GROUPS; group++) {
+      load_q(w, group);
+      if (group == 0) load_k(w, tile);
+    }
+    q.advance();
+#pragma unroll 1
+    for (; tile > keys.first; tile--) {
+      load_k(w, tile - 1);
+      load_v(w, tile);
+    }
+    load_v(w, tile);
+    t = __shfl_sync(~0u, t, 0);
+  }
+  if (rank == 0 && leader) {  // the last block leaves the counters as it found them
+    __threadfence();
+    if (atomicAdd(p.counters + 1, 1) == (int)gridDim.x / CLUSTER - 1) {
+      p.counters[0] = p.counters[1] = 0;
+      __threadfence();
+    }
+  }
+}
+
+struct Consumer {
+  const Params& p;
+  const u32 smem, rank;
+  const int group, warp, lane;
+  mbarrier::Ring<STAGES> k, v;
+  mbarrier::Ring<Q_STAGES> q_ring;
+  Mailbox mail;
+  const u32 first_k, first_v;  // descriptors (lower halves) of the rings' first buffers,
+  u32 at_q;                    // and of this tile's Q
+  Work w;
+  Keys keys;
+  int skipped;             // key tiles of the block, at its right end, that this warpgroup does not see
+  int clear_from, clear_to;  // key tiles in between hide nothing from any row of this warpgroup
+  Rows rows;
+  Softmax softmax;
+  float s[BLOCK_N / 2], o[DV / 2];
+  u32 q[Q_IN_REGISTERS ? QK_STEPS * 4 : 1];
+
+  DEVICE Consumer(const Params& p, u32 smem, u32 rank, int group, int warp, int lane)
+      : p(p), smem(smem), rank(rank), group(group), warp(warp), lane(lane), k(0), v(0), q_ring(0), mail(smem, 0),
+        first_k(wgmma::by_row(smem + K_AT)), first_v(wgmma::by_column(smem + V_AT, V_WIDTH, BLOCK_N)) {
+    softmax.scale = TRANSFORMED ? 1.f : p.scale;
+  }
+
+  // --- taking turns: with ping-pong, one warpgroup's matrix products run under the other's exponentials
+
+  DEVICE void await_turn() {
+    if (PINGPONG) named_barrier::sync(1 + group, 256);
+  }
+  DEVICE void pass_turn() {
+    if (PINGPONG) named_barrier::arrive(1 + (group + 1) % GROUPS, 256);
+  }
+
+  // --- buffers
+
+  DEVICE void release(u32 barrier) {
+    if (CLUSTER == 1) {
+      if (lane == 0) mbarrier::arrive(barrier);
+    } else if (lane < CLUSTER) {
+      mbarrier::arrive_in(barrier, lane);
+    }
+  }
+  DEVICE void await_k() { mbarrier::wait(smem + K_FULL + 8 * k.stage, k.phase); }
+  DEVICE void await_v() { mbarrier::wait(smem + V_FULL + 8 * v.stage, v.phase); }
+  DEVICE void release_k() {
+    release(smem + K_EMPTY + 8 * k.stage);
+    k.advance();
+  }
+  DEVICE void release_v() {
+    release(smem + V_EMPTY + 8 * v.stage);
+    v.advance();
+  }
+  DEVICE int q_slot() const { return q_ring.stage * GROUPS + group; }
+  DEVICE void release_q(bool now) {
+    if (lane == 0 && now) mbarrier::arrive(smem + Q_EMPTY + 8 * q_slot());
+  }
+  // S of `tile` is complete: its K is no longer needed, and with the last one neither is Q.
+  DEVICE void release_operands(int tile) {
+    release_k();
+    if (!Q_IN_REGISTERS) release_q(tile == keys.first);
+  }
+  // Key tiles that only other warpgroups see. K comes first for all of them: the ring holds as many as there can be.
+  DEVICE void skip_k() {
+    static_assert(!RIGHT || ceil_div((GROUPS - 1) * QUERIES, BLOCK_N) <= STAGES, "the K ring would run dry");
+    if constexpr (RIGHT) {
+#pragma unroll 1
+      for (int i = 0; i < skipped; i++) {
+        await_k();
+        release_k();
+        await_turn();
+        pass_turn();
+      }
+    }
+  }
+  DEVICE void skip_v() {
+    if constexpr (RIGHT) {
+#pragma unroll 1
+      for (int i = 0; i < skipped; i++) {
+        await_v();
+        release_v();
+      }
+    }
+  }
+
+  // --- matrix products
+
+  DEVICE void issue_qk() {  // S = Q·Kᵀ
+    const u32 at_k = first_k + k.stage * (K_TILE >> 4);
+    wgmma::fence();
+#pragma unroll
+    for (int i = 0; i < QK_STEPS; i++) {
+      const u64 b = wgmma::descriptor(at_k + ((step_chunk(i, BLOCK_N) + step_column(i) * 2) >> 4), step_width(i));
+      if (Q_IN_REGISTERS) {
+        mma_qk_registers(s, q + 4 * i, b, i > 0);
+      } else {
+        const u32 at = at_q + ((step_chunk(i, 64) + step_column(i) * 2) >> 4);
+        mma_qk(s, wgmma::descriptor(at, step_width(i)), b, i > 0);
+      }
+    }
+    wgmma::commit();
+  }
+  DEVICE void issue_pv(const u32 (&weights)[BLOCK_N / 4]) {  // O += P·V
+    const u32 at_v = first_v + v.stage * (V_TILE >> 4);
+    wgmma::fence();
+#pragma unroll
+    for (int i = 0; i < PV_STEPS; i++)
+      mma_pv(o, weights + 4 * i, wgmma::descriptor(at_v + i * ((16 * V_WIDTH * 2) >> 4), V_WIDTH));
+    wgmma::commit();
+  }
+
+  // --- one query tile
+
+  // Coordinates and limits of tile w; waits for its Q.
+  DEVICE void begin_tile(const Work& next, bool first_tile) {
+    w = next;
+    w.block = w.block * CLUSTER + rank;
+    keys = keys_of(p, w, w.block / CLUSTER * CLUSTER * BLOCK_Q, BLOCK_Q * CLUSTER);
+    const int first = w.block * BLOCK_Q + group * QUERIES, last = first + QUERIES - 1, shift = w.seq_k - w.seq_q;
+    skipped = 0;
+    clear_from = keys.first;
+    clear_to = (SPLIT && keys.none) ? 0 : w.seq_k / BLOCK_N;
+    if (RIGHT) {
+      const int end = max(keys.first + 1, min(keys.end, ceil_div(max(0, last + shift + p.right + 1), BLOCK_N)));
+      skipped = keys.end - end;
+      keys.end = end;
+      clear_to = min(clear_to, max(0, first + shift + p.right + 1) / BLOCK_N);
+    }
+    if (LEFT) clear_from = ceil_div(max(0, last + shift - p.left), BLOCK_N);
+    rows.look(p, w, keys, group, warp, lane);
+    if (!first_tile) q_ring.advance();
+    at_q = wgmma::by_row(smem + Q_AT + Q_TILE * q_slot());
+    mbarrier::wait(smem + Q_FULL + 8 * q_slot(), q_ring.phase);
+    if (!Q_IN_REGISTERS) return;
+    const u32 from = smem + Q_AT + Q_TILE * q_slot();
+#pragma unroll
+    for (int i = 0; i < QK_STEPS; i++) {
+      const int width = step_width(i);
+      u32 at = (warp * 16 + (lane & 15)) * width * 2 + step_column(i) * 2 + (lane >> 4) * 16;
+      at ^= ((at >> 7) & (width == 64 ? 7 : width == 32 ? 3 : 1)) << 4;
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(q[4 * i]), "=r"(q[4 * i + 1]), "=r"(q[4 * i + 2]), "=r"(q[4 * i + 3])
+                   : "r"(from + step_chunk(i, 64) + at) : "memory");
+    }
+    __syncwarp();
+    release_q(true);
+  }
+
+  DEVICE bool is_clear(int tile) const { return tile < clear_to && (!LEFT || tile >= clear_from); }
+
+  // The softmax of a query tile's first key tile.
+  DEVICE void first_softmax(u32 (&weights)[BLOCK_N / 4]) {
+    transform(p, s, rows, keys.end - 1, lane);
+    if (!is_clear(keys.end - 1)) hide(s, rows, keys.end - 1, lane);
+    softmax.begin(s, weights);
+  }
+
+  // One key tile: S = Q·Kᵀ and, from the tile before it, O += P·V; then the softmax of S into the other P.
+  template <bool MASKED>
+  DEVICE void step(int tile, u32 (&weights)[BLOCK_N / 4], u32 (&next)[BLOCK_N / 4]) {
+    await_k();
+    await_turn();
+    issue_qk();
+    await_v();
+    issue_pv(weights);
+    pass_turn();
+    wgmma::wait<1>();
+    release_operands(tile);
+    transform(p, s, rows, tile, lane);
+    if (MASKED) hide(s, rows, tile, lane);
+    float sum[2];
+    softmax.exponentials(s, next, sum);
+    keep(next);
+    // The wait for P·V is behind a branch that depends on every exponential: ptxas would hoist it above them.
+    if (__builtin_expect(Softmax::outgrown(sum), 0)) {
+      wgmma::wait_all_rare();
+      keep(weights);
+      softmax.renew(s, next, sum, o);
+    } else {
+      wgmma::wait<0>();
+      keep(weights);
+    }
+    release_v();
+    softmax.total[0] += sum[0];
+    softmax.total[1] += sum[1];
+  }
+
+  // Steps come in pairs, so that P alternates between two sets of registers: a copy in the loop would serialise.
+  DEVICE void walk_keys(u32 (&even)[BLOCK_N / 4], u32 (&odd)[BLOCK_N / 4]) {
+    int tile = keys.end - 2;
+#pragma unroll
+    for (int i = 0; i < DV / 2; i++) o[i] = 0.f;
+    if constexpr (RIGHT) {
+#pragma unroll 1
+      for (; tile > keys.first && !is_clear(tile); tile -= 2) {
+        step<true>(tile, even, odd);
+        step<true>(tile - 1, odd, even);
+      }
+    }
+#pragma unroll 1
+    for (; tile > (LEFT ? max(keys.first, clear_from) : keys.first); tile -= 2) {
+      step<false>(tile, even, odd);
+      step<false>(tile - 1, odd, even);
+    }
+    if constexpr (LEFT) {
+#pragma unroll 1
+      for (; tile > keys.first; tile -= 2) {
+        step<true>(tile, even, odd);
+        step<true>(tile - 1, odd, even);
+      }
+    }
+    if (tile == keys.first) {
+      step<BAND>(tile, even, odd);
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / 4; i++) asm volatile("mov.b32 %0, %1;" : "=r"(even[i]) : "r"(odd[i]) : "memory");
+    }
+  }
+
+  DEVICE void start_first_product() {
+    skip_k();
+    await_k();
+    await_turn();
+    issue_qk();
+    pass_turn();
+  }
+
+  DEVICE void run() {
+    u32 even[BLOCK_N / 4], odd[BLOCK_N / 4];
+    const u32 noted = smem + POISONED_AT + 4 * (4 * group + warp);
+    if (lane == 0) asm volatile("st.shared.b32 [%0], %1;" ::"r"(noted), "r"(-1) : "memory");
+    __syncwarp();
+    if (PINGPONG && group == GROUPS - 1) named_barrier::arrive(1, 256);
+    Epilogue epilogue{p, group, warp, lane};
+    Work next = mail.get(p, lane);
+    if (next.id < 0) return;
+    begin_tile(next, true);
+    start_first_product();
+    wgmma::wait<0>();
+    keep(s);
+    release_operands(keys.end - 1);
+    skip_v();
+    first_softmax(even);
+    while (true) {
+      walk_keys(even, odd);
+      next = mail.get(p, lane);
+      const Work done = w;
+      const Softmax last = softmax;
+      float factor[2];
+      if (SPLIT || next.id < 0) {
+        await_v();
+        issue_pv(even);
+        if (!SPLIT) epilogue.normalise(done, last, factor);
+        wgmma::wait<0>();
+        keep(even);
+        keep(o);
+        release_v();
+        if (SPLIT) {
+          if (epilogue.leave(done, last, o)) {
+            epilogue.combine(done, softmax, o);
+            epilogue.normalise(done, softmax, factor);
+            const bool again = epilogue.poisoned(o, factor);
+            epilogue.round(o, factor);
+            epilogue.store(done);
+            if (again) careful_rows(p, done, group, warp, lane);
+          }
+        } else {
+          const bool again = epilogue.poisoned(o, factor);
+          epilogue.round(o, factor);
+          epilogue.store(done);
+          epilogue.note(again, noted, done);
+        }
+        break;
+      }
+      // The last P·V of this tile, then the first Q·Kᵀ of the next one, and the epilogue while that runs. (No branch
+      // may come between the product and its wait, so the last tile above has its own copy of these lines.)
+      await_v();
+      issue_pv(even);
+      begin_tile(next, false);
+      start_first_product();
+      epilogue.normalise(done, last, factor);
+      wgmma::wait<1>();
+      keep(even);
+      keep(o);
+      const bool again = epilogue.poisoned(o, factor);
+      epilogue.round(o, factor);
+      release_v();
+      epilogue.store(done);
+      epilogue.note(again, noted, done);
+      wgmma::wait<0>();
+      keep(s);
+      release_operands(keys.end - 1);
+      skip_v();
+      first_softmax(even);
+    }
+    if ((BAND || RAGGED) && !SPLIT) make_noted_again(p, noted, group, warp, lane);
+  }
+};
+
+// Packs that do not divide 64 leave rows of Q that no load fills. Whatever was there before could overflow the softmax
+// and make its warp take another reference: still right, but not the same bits in every run.
+DEVICE void clear_rows_of_nobody(u32 smem) {
+  for (int slot = 0; slot < GROUPS * Q_STAGES; slot++)
+    for (int chunk = 0; chunk < K_CHUNKS + (K_REST > 0); chunk++) {
+      const int width = chunk < K_CHUNKS ? K_WIDTH : K_REST;
+      const u32 at = smem + Q_AT + Q_TILE * slot + chunk * 64 * K_WIDTH * 2;
+      for (int i = QUERIES * PACK * width * 2 + 4 * threadIdx.x; i < 64 * width * 2; i += 4 * THREADS)
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + i), "r"(0) : "memory");
+    }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#if CLUSTERED
+__cluster_dims__(CLUSTER, 1, 1)
+#endif
+forward(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) char shared_memory[];
+  const u32 smem = shared_address(shared_memory);
+  const int warpgroup = __shfl_sync(~0u, (int)threadIdx.x / 128, 0), warp = __shfl_sync(~0u, (int)threadIdx.x / 32 % 4, 0);
+  const int lane = threadIdx.x % 32;
+  u32 rank = 0;
+  if (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < GROUPS * Q_STAGES; i++) {
+      mbarrier::init(smem + Q_FULL + 8 * i, 1);
+      mbarrier::init(smem + Q_EMPTY + 8 * i, 4);
+    }
+    for (int i = 0; i < STAGES; i++) {
+      mbarrier::init(smem + K_FULL + 8 * i, 1);
+      mbarrier::init(smem + V_FULL + 8 * i, 1);
+      mbarrier::init(smem + K_EMPTY + 8 * i, 4 * GROUPS * CLUSTER);
+      mbarrier::init(smem + V_EMPTY + 8 * i, 4 * GROUPS * CLUSTER);
+    }
+    for (int i = 0; i < 2; i++) {
+      mbarrier::init(smem + WORK_FULL + 8 * i, 1);
+      mbarrier::init(smem + WORK_EMPTY + 8 * i, 4 * GROUPS * CLUSTER + CLUSTER - 1);
+    }
+    mbarrier::publish();
+  }
+  if constexpr (QUERIES * PACK < 64) clear_rows_of_nobody(smem);
+  if (CLUSTER > 1) cluster_sync();
+  else __syncthreads();
+
+  if (warpgroup == 0) {
+    if (GROUPS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+    if (warp == 0) produce(p, smem, rank, lane);
+  } else {
+    if (GROUPS > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+    Consumer(p, smem, rank, warpgroup - 1, warp, lane).run();
+  }
+  if (CLUSTER > 1) cluster_sync();  // no block leaves while another may still write into it
+}

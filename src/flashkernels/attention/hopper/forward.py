@@ -1,0 +1,195 @@
+"""The Hopper forward: compiles a variant of `forward.cu`, fills in its parameters and launches it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashkernels.attention.hopper import source, tiles
+from flashkernels.attention.hopper.source import Variant
+from flashkernels.attention.problem import AttentionProblem
+from flashkernels.attention.tensors import Run, Tensors, empty_output, lse_shape, strides_of
+from flashkernels.hardware import Gpu
+from flashkernels.jit import driver, nvrtc
+from flashkernels.jit.counters import counters
+from flashkernels.tiling import override
+
+LOG2E = 1.4426950408889634
+FAR = 1 << 30  # a window wider than any sequence; keeps positions inside 32 bits
+SECTION_BYTES = 32e6  # of K and V that are worked on side by side: about half of an L2
+
+
+class Params(ctypes.Structure):
+    """`Params` of params.cuh, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64 * 16) for name in ("q", "q_rest", "k", "k_rest", "v")),
+        *((name, ctypes.c_void_p) for name in (
+            "out", "lse", "slopes", "sinks", "cu_q", "cu_k", "pages", "counters", "order", "partial",
+            "q_data", "k_data", "v_data",
+        )),
+        *((name, ctypes.c_int64 * 3) for name in ("q_strides", "k_strides", "v_strides", "out_strides")),
+        *((name, ctypes.c_int64) for name in ("lse_batch", "lse_head", "slope_batch")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        *((name, ctypes.c_int) for name in (
+            "batch", "heads", "group", "seq_q", "seq_k", "left", "right", "blocks", "tiles", "section", "splits",
+            "page_size", "max_pages",
+        )),
+    )  # fmt: skip
+
+
+@functools.cache
+def library(variant: Variant) -> driver.Library:
+    """The variant's machine code, compiled once in a process and once on a machine."""
+    return driver.Library(nvrtc.compile("forward.cu", source.main_file(), source.headers(variant)))
+
+
+def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
+    """Chooses the variant, compiles it, and lays out all of a launch that the signature decides."""
+    choice = tiles.choose(problem, gpu.sms, override())
+    variant, tile = choice.variant, choice.variant.tile
+    device = tensors.q.device.index
+    code = library(variant)
+    forward = code.kernel("forward", variant.shared)
+    order = code.kernel("order", 0)
+    params = described(problem, choice, tensors)
+    most = tiles.query_tiles(problem, tile, variant.pack) if problem.varlen else params.tiles
+    grid = (most if variant.split else min(gpu.sms // tile.cluster, most)) * tile.cluster
+    parts = most * tile.groups * 128 * (problem.head_dim_v // 2 + 4) if variant.split else 0  # floats: epilogue.cuh
+    maps = Maps(problem, variant)
+    # One block of parameters for all calls of this signature: what changes is written into it before each launch.
+    buffer = ctypes.create_string_buffer(ctypes.sizeof(Params) + 64)
+    offset = -ctypes.addressof(buffer) % 64
+    address = ctypes.addressof(buffer) + offset
+    block = Params.from_buffer(buffer, offset)
+    ctypes.memmove(address, ctypes.addressof(params), ctypes.sizeof(Params))
+    write_pointers = functools.partial(POINTERS.pack_into, buffer, offset + Params.out.offset)
+    write_scales = functools.partial(SCALES.pack_into, buffer, offset + Params.scale.offset)
+    lock = threading.Lock()
+    mapped = (0, 0, 0)
+    order_blocks = -(-problem.batch // 128) if problem.varlen else 0
+
+    def run(tensors: Tensors, softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
+        nonlocal mapped
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return run(tensors, softmax_scale, softcap)
+        q, k, v, slopes, sinks, _, cu_q, cu_k, table = tensors
+        out = empty_output(q, problem.head_dim_v, problem.layout)
+        lse = q.new_empty(lse_shape(q), dtype=torch.float32) if problem.need_lse else None
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        slopes, sinks = _float32(slopes), _float32(sinks)
+        ordered = q.new_empty(2 * problem.batch + 1, dtype=torch.int32) if order_blocks else None
+        partial = q.new_empty(parts, dtype=torch.float32) if parts else None
+        count = counters(device, stream)
+        pointers = (q.data_ptr(), k.data_ptr(), v.data_ptr())
+        with lock:
+            if mapped != pointers:
+                maps.fill(block, q, k, v)
+                mapped = pointers
+            write_pointers(
+                out.data_ptr(), _address(lse), _address(slopes), _address(sinks), _address(cu_q), _address(cu_k),
+                _address(table), count, _address(ordered), _address(partial), *pointers,
+            )  # fmt: skip
+            write_scales(softmax_scale / softcap if softcap else softmax_scale * LOG2E, softcap * LOG2E)
+            if order_blocks:
+                order.launch(order_blocks, 128, stream, address)
+            forward.launch(grid, variant.threads, stream, address)
+        return out, lse
+
+    return run
+
+
+POINTERS, SCALES = struct.Struct("13Q"), struct.Struct("2f")  # Params from `out` to `v_data`, and from `scale` on
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _float32(x: Tensor | None) -> Tensor | None:
+    return x if x is None else x.to(torch.float32).contiguous()
+
+
+def described(problem: AttentionProblem, choice: tiles.Choice, tensors: Tensors) -> Params:
+    """The parameters that the signature decides."""
+    variant = choice.variant
+    q, k, v = tensors[:3]
+    pack, rows = variant.pack, variant.queries * variant.tile.cluster
+    left, right = (min(max(side, 0), FAR) for side in problem.band)
+    blocks = -(-problem.seq_q // rows)
+    heads = problem.heads // pack
+    out = empty_output(q.to("meta"), problem.head_dim_v, problem.layout)  # for its strides
+    slopes = tensors.alibi_slopes
+    three = ctypes.c_int64 * 3
+    kv_bytes = problem.total_k * problem.kv_heads * (problem.head_dim + problem.head_dim_v) * 2
+    sections = max(1, round(kv_bytes / SECTION_BYTES))
+    return Params(
+        q_strides=three(*strides_of(q)[:3]), k_strides=three(*strides_of(k)[:3]), v_strides=three(*strides_of(v)[:3]),
+        out_strides=three(*strides_of(out)[:3]),
+        lse_batch=0 if problem.varlen else problem.heads * problem.seq_q,
+        lse_head=problem.total_q if problem.varlen else problem.seq_q,
+        slope_batch=problem.heads if slopes is not None and slopes.dim() == 2 else 0,
+        batch=problem.batch, heads=heads, group=problem.heads // problem.kv_heads // pack,
+        seq_q=problem.seq_q, seq_k=problem.seq_k, left=left, right=right, blocks=blocks,
+        tiles=blocks * problem.batch * heads * choice.splits,
+        section=max(1, -(-problem.batch * heads // sections)), splits=choice.splits,
+        page_size=problem.page_size, max_pages=0 if tensors.block_table is None else tensors.block_table.shape[1],
+    )  # fmt: skip
+
+
+class Maps:
+    """The tensor maps of a signature; the driver's cache keeps those of each address."""
+
+    def __init__(self, problem: AttentionProblem, variant: Variant) -> None:
+        self.problem, self.variant = problem, variant
+
+    def fill(self, block: Params, q: Tensor, k: Tensor, v: Tensor) -> None:
+        variant = self.variant
+        k_width, _, k_rest, v_width, _ = variant.chunks
+        rows = variant.tile.block_n // variant.tile.cluster
+        if variant.paged:
+            rows = tiles.page_rows(variant.tile.block_n)
+        block.q = self.queries(q, k_width)
+        block.k = self.keys(k, k_width, rows)
+        block.v = self.keys(v, v_width, rows)
+        if k_rest:
+            block.q_rest = self.queries(q, k_rest)
+            block.k_rest = self.keys(k, k_rest, rows)
+
+    def queries(self, x: Tensor, width: int) -> Any:
+        """(column, head of a pack, query, pack, batch): the rows of a box are the heads of 64 / pack queries."""
+        batch, seq, heads, dim = (1, *x.shape)[-4:]
+        pack = self.variant.pack
+        steps = spaced(x)
+        if pack == 1:
+            return self.keys(x, width, 64)
+        sizes = (dim, pack, seq, heads // pack, batch)
+        strides = (steps[2], steps[1], steps[2] * pack, steps[0])
+        return self.encoded(x, sizes, strides, (width, pack, 64 // pack, 1, 1))
+
+    def keys(self, x: Tensor, width: int, rows: int) -> Any:
+        """(column, key, head, batch), or a page in the place of the batch."""
+        batch, seq, heads, dim = (1, *x.shape)[-4:]
+        steps = spaced(x)
+        return self.encoded(x, (dim, seq, heads, batch), (steps[1], steps[2], steps[0]), (width, rows, 1, 1))
+
+    def encoded(self, x: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Any:
+        # A box may be larger than the tensor: what lies outside arrives as zeros.
+        size = x.element_size()
+        in_bytes = tuple(step * size for step in strides)
+        encoded = driver.tensor_map(x.data_ptr(), self.problem.dtype, sizes, in_bytes, box, box[0] * size)
+        return (ctypes.c_uint64 * 16).from_buffer_copy(encoded)
+
+
+def spaced(x: Tensor) -> list[int]:
+    """(batch, seq, head) strides; a dimension of size 1 is never stepped over, so any stride that TMA takes will do."""
+    shape = (1, *x.shape)[-4:]
+    row = -(-shape[-1] // 8) * 8
+    return [step if n > 1 else row for n, step in zip(shape[:3], strides_of(x)[:3], strict=True)]

@@ -1,0 +1,58 @@
+// Which keys the two rows of a thread may see, and how scores become logits.
+//
+// A wgmma accumulator gives each thread two rows, 8 apart: element 4j + e of S is in row e / 2 and key 8j + e % 2,
+// counted from the key 2 * (lane % 4) of the tile.
+#pragma once
+#include "schedule.cuh"
+
+// Where row `row` (0 to 63) of a warpgroup belongs. With PACK > 1, neighbouring rows are heads of the same query.
+struct Place {
+  int query, head;
+  bool exists;
+};
+
+DEVICE Place place_of(const Work& w, int group, int row) {
+  const int query = w.block * BLOCK_Q + group * QUERIES + row / PACK;
+  return {query, w.head * PACK + row % PACK, query < w.seq_q && row < QUERIES * PACK};
+}
+
+struct Rows {
+  int begin[2], end[2];  // visible keys: begin <= key < end
+  int diagonal[2];       // ALiBi: the key at distance 0,
+  float slope[2];        // and the slope in units of log2
+
+  DEVICE void look(const Params& p, const Work& w, const Keys& keys, int group, int warp, int lane) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const Place place = place_of(w, group, warp * 16 + lane / 4 + 8 * r);
+      diagonal[r] = place.query + w.seq_k - w.seq_q;
+      end[r] = RIGHT ? min(w.seq_k, diagonal[r] + p.right + 1) : w.seq_k;
+      begin[r] = LEFT ? diagonal[r] - p.left : 0;
+      if (SPLIT && keys.none) end[r] = 0;
+      if (ALIBI) slope[r] = p.slopes[w.batch * p.slope_batch + place.head] * LOG2E;
+    }
+  }
+};
+
+DEVICE void hide(float (&s)[BLOCK_N / 2], const Rows& rows, int tile, int lane) {
+  const int key = tile * BLOCK_N + 2 * (lane & 3);
+#pragma unroll
+  for (int i = 0; i < BLOCK_N / 2; i++) {
+    const int r = (i >> 1) & 1, at = (i >> 2) * 8 + (i & 1);
+    if (at >= rows.end[r] - key || (LEFT && at < rows.begin[r] - key)) s[i] = -INF;
+  }
+}
+
+// Scores to logits in units of log2, where a feature asks for more than a positive scale (that one is folded into the
+// exponential).
+DEVICE void transform(const Params& p, float (&s)[BLOCK_N / 2], const Rows& rows, int tile, int lane) {
+  if (!TRANSFORMED) return;
+  const int key = tile * BLOCK_N + 2 * (lane & 3);
+  const float away[2] = {(float)(rows.diagonal[0] - key), (float)(rows.diagonal[1] - key)};
+#pragma unroll
+  for (int i = 0; i < BLOCK_N / 2; i++) {
+    const int r = (i >> 1) & 1, at = (i >> 2) * 8 + (i & 1);
+    s[i] = SOFTCAP ? p.softcap * tanh_approx(s[i] * p.scale) : s[i] * p.scale;
+    if (ALIBI) s[i] = fmaf(-rows.slope[r], fabsf(away[r] - at), s[i]);
+  }
+}

@@ -1,0 +1,72 @@
+// What the host passes to the kernel (forward.py packs the same struct), and what lies where in shared memory.
+#pragma once
+#include "tma.cuh"
+
+struct Strides { i64 batch, seq, head; };  // in elements
+
+struct Params {
+  TensorMap q, q_rest, k, k_rest, v;  // *_rest: the last, narrower chunk of columns
+  u16* out;
+  float* lse;           // null: not wanted
+  const float* slopes;  // ALiBi
+  const float* sinks;
+  const int *cu_q, *cu_k;  // ragged batch
+  const int* pages;        // block table of a paged cache
+  int* counters;           // zero at launch, and zero again at its end
+  int* order;              // ragged batch: first tile of each sequence, longest first, and which sequence that is
+  float* partial;          // split: unnormalised outputs, reference maxima and sums
+  const u16 *q_data, *k_data, *v_data;  // for the careful path alone
+  Strides q_strides, k_strides, v_strides, out_strides;
+  i64 lse_batch, lse_head, slope_batch;
+  float scale, softcap;  // in units of log2: scale * log2(e); softcap likewise, with scale / softcap in `scale`
+  int batch, heads, group;  // heads: of q, in packs of PACK; group: packs that share a key head
+  int seq_q, seq_k;
+  int left, right;  // window
+  int blocks, tiles, section;  // query blocks of a head, all tiles, heads that are worked on side by side
+  int splits;
+  int page_size, max_pages;
+};
+
+constexpr bool BAND = LEFT || RIGHT;
+constexpr bool RAGGED = VARLEN || PAGED;
+constexpr bool TRANSFORMED = SOFTCAP || ALIBI || NEGATIVE;  // scores are turned into logits before the softmax
+
+constexpr int QK_STEPS = ceil_div(D, 16);
+constexpr int PV_STEPS = BLOCK_N / 16;
+constexpr int QUERIES = 64 / PACK;  // query positions of a warpgroup's 64 rows: PACK heads of each
+constexpr int BLOCK_Q = QUERIES * GROUPS;
+constexpr int THREADS = 128 * (GROUPS + 1);
+constexpr int BOX = PAGED ? gcd(BLOCK_N, 64) : BLOCK_N / CLUSTER;  // key rows that one load brings
+
+// Shared memory, in bytes. Swizzled tiles start at multiples of 1024.
+constexpr int Q_BYTES = QUERIES * PACK * 2 * (K_WIDTH * K_CHUNKS + K_REST);
+constexpr int Q_TILE = round_up(64 * 2 * (K_WIDTH * K_CHUNKS + K_REST), 1024);
+constexpr int K_BYTES = BLOCK_N * 2 * (K_WIDTH * K_CHUNKS + K_REST);
+constexpr int K_TILE = round_up(K_BYTES, 1024);
+constexpr int V_BYTES = BLOCK_N * 2 * V_WIDTH * V_CHUNKS;
+constexpr int V_TILE = round_up(V_BYTES, 1024);
+constexpr int Q_AT = 0;
+constexpr int K_AT = Q_TILE * GROUPS * Q_STAGES;
+constexpr int V_AT = K_AT + K_TILE * STAGES;
+constexpr int Q_FULL = V_AT + V_TILE * STAGES;  // barriers, 8 bytes each
+constexpr int Q_EMPTY = Q_FULL + 8 * GROUPS * Q_STAGES;
+constexpr int K_FULL = Q_EMPTY + 8 * GROUPS * Q_STAGES;
+constexpr int K_EMPTY = K_FULL + 8 * STAGES;
+constexpr int V_FULL = K_EMPTY + 8 * STAGES;
+constexpr int V_EMPTY = V_FULL + 8 * STAGES;
+constexpr int WORK_FULL = V_EMPTY + 8 * STAGES;
+constexpr int WORK_EMPTY = WORK_FULL + 16;
+constexpr int WORK_AT = round_up(WORK_EMPTY + 16, 16);  // two tiles, 32 bytes each
+constexpr int POISONED_AT = WORK_AT + 64;               // one int for each consumer warp
+constexpr int SHARED_BYTES = POISONED_AT + 16 * GROUPS;
+static_assert(SHARED_BYTES == SHARED_MEMORY, "forward.py and params.cuh disagree about shared memory");
+static_assert(CLUSTER == 1 || !(BAND || RAGGED || SPLIT), "only full, dense attention runs in clusters");
+
+// Byte offset of the k-th 16-column step in a Q or K tile of `rows` rows, and the width of the chunk it lies in.
+__host__ __device__ constexpr int step_chunk(int k, int rows) {
+  return k * 16 < K_WIDTH * K_CHUNKS ? k * 16 / K_WIDTH * rows * K_WIDTH * 2 : K_CHUNKS * rows * K_WIDTH * 2;
+}
+__host__ __device__ constexpr int step_column(int k) {
+  return k * 16 < K_WIDTH * K_CHUNKS ? k * 16 % K_WIDTH : k * 16 - K_WIDTH * K_CHUNKS;
+}
+__host__ __device__ constexpr int step_width(int k) { return k * 16 < K_WIDTH * K_CHUNKS ? K_WIDTH : K_REST; }

@@ -1,0 +1,77 @@
+// Short names, constants, and the few scalar instructions that CUDA C++ has no name for.
+#pragma once
+#include "config.cuh"
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define DEVICE __device__ __forceinline__
+
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;
+#define INF __int_as_float(0x7f800000)
+
+// The first query tile of a warpgroup, the masked steps, ... : a compile-time choice passed as a value.
+template <bool B> struct Flag { static constexpr bool value = B; };
+
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+__host__ __device__ constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
+
+DEVICE u32 shared_address(const void* pointer) {
+  u32 address;
+  asm("{.reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t;}" : "=r"(address) : "l"(pointer));
+  return address;
+}
+
+DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+DEVICE float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+DEVICE float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+DEVICE float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two floats as one register of 16-bit elements, `low` in the lower half.
+DEVICE u32 pack(float low, float high) {
+  u32 r;
+  if (FP16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+DEVICE float unpacked(u16 x) {
+  float y;
+  if (FP16) asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  else y = __int_as_float((int)x << 16);
+  return y;
+}
+
+// Registers that an asynchronous wgmma reads or writes must not be reused before its wait: an empty statement that
+// claims to change them keeps them alive up to this point (without it ptxas serialises the wgmmas: warning C7513).
+template <int N> DEVICE void keep(u32 (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
+}
+template <int N> DEVICE void keep(float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
+}

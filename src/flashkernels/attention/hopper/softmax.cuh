@@ -1,0 +1,86 @@
+// The online softmax with a lazy maximum.
+//
+// exp2(s - m) may use any reference m that neither overflows nor underflows: fp32 and bf16 are scale-free. So the
+// reference of a row is the maximum over its first key tile (rounded up to an integer: changing it later multiplies by
+// an exact power of two), and later tiles compute no maximum and rescale nothing. A row whose logits outgrow its
+// reference shows in its sum; the warp then takes a new reference for this tile, with S still in registers.
+#pragma once
+#include "mask.cuh"
+
+// P must fit its 16-bit type, and P·V must not overflow where the true weights (at most 1) would not: 65504 is the end
+// of fp16; bf16 reaches as far as fp32, and 2^16 leaves all but V's last 16 powers of two.
+constexpr float LIMIT = FP16 ? 32768.f : 65536.f;
+// The reference of a row that has seen no key: hidden logits (-inf) still give 0, any visible one exceeds LIMIT.
+constexpr float UNSEEN = -1e38f;
+
+struct Softmax {
+  float reference[2], total[2];  // in units of log2; total: this thread's part of the sum
+  float scale;                   // of the scores, log2(e) included; 1 where they are logits already
+
+  DEVICE static void row_max(const float (&s)[BLOCK_N / 2], float (&most)[2]) {
+    float part[2][2];  // two chains a row
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int c = 0; c < 2; c++) part[r][c] = fmaxf(s[4 * c + 2 * r], s[4 * c + 2 * r + 1]);
+#pragma unroll
+    for (int i = 8; i < BLOCK_N / 2; i++) {
+      float& chain = part[(i >> 1) & 1][(i >> 2) & 1];
+      chain = fmaxf(chain, s[i]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float a = fmaxf(part[r][0], part[r][1]);
+      const float b = fmaxf(a, __shfl_xor_sync(~0u, a, 1));
+      most[r] = fmaxf(b, __shfl_xor_sync(~0u, b, 2));
+    }
+  }
+
+  // P = 2^(S - reference) in 16 bits, and this thread's part of the row sums.
+  DEVICE void exponentials(const float (&s)[BLOCK_N / 2], u32 (&p)[BLOCK_N / 4], float (&sum)[2]) const {
+    float part[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 4; i++) {
+      const int r = i & 1;
+      const float a = exp2_approx(TRANSFORMED ? s[2 * i] - reference[r] : fmaf(s[2 * i], scale, -reference[r]));
+      const float b = exp2_approx(TRANSFORMED ? s[2 * i + 1] - reference[r] : fmaf(s[2 * i + 1], scale, -reference[r]));
+      part[r][0] += a;
+      part[r][1] += b;
+      p[i] = pack(a, b);
+    }
+    sum[0] = part[0][0] + part[0][1];
+    sum[1] = part[1][0] + part[1][1];
+  }
+
+  // The first key tile of a row sets its reference.
+  DEVICE void begin(const float (&s)[BLOCK_N / 2], u32 (&p)[BLOCK_N / 4]) {
+    float most[2];
+    row_max(s, most);
+#pragma unroll
+    for (int r = 0; r < 2; r++) reference[r] = fmaxf(ceilf(most[r] * scale), UNSEEN);
+    exponentials(s, p, total);
+  }
+
+  DEVICE static bool outgrown(const float (&sum)[2]) {
+    return __any_sync(~0u, !(sum[0] < LIMIT) || !(sum[1] < LIMIT));  // also where a sum is NaN
+  }
+
+  // A new reference from this tile; what was accumulated so far is rescaled, and P made again.
+  DEVICE void renew(const float (&s)[BLOCK_N / 2], u32 (&p)[BLOCK_N / 4], float (&sum)[2], float (&o)[DV / 2]) {
+    float most[2];
+    row_max(s, most);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float next = fmaxf(reference[r], ceilf(most[r] * scale));
+      const float factor = exp2_approx(reference[r] - next);
+      reference[r] = next;
+      total[r] *= factor;
+#pragma unroll
+      for (int j = 0; j < DV / 8; j++) {
+        o[4 * j + 2 * r] *= factor;
+        o[4 * j + 2 * r + 1] *= factor;
+      }
+    }
+    exponentials(s, p, sum);
+  }
+};

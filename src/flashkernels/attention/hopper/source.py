@@ -1,0 +1,176 @@
+"""The CUDA source of one variant: the headers of this folder, and two more that are written for it.
+
+`config.cuh` holds everything that is decided before compiling; `mma.cuh` the wgmma instructions for its exact sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+HEADERS = ("prelude", "mbarrier", "tma", "wgmma", "params", "schedule", "mask", "softmax", "careful", "epilogue")
+REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}  # of a producer and a consumer thread, by consumer warpgroups
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """How the Hopper kernel cuts its problem. A block has `groups` consumer warpgroups of 64 rows each.
+
+    >>> HopperTile(groups=2, block_n=128).name
+    '128x128-s2'
+    """
+
+    groups: int
+    block_n: int
+    stages: int = 2
+    cluster: int = 1  # blocks that share their loads of K and V
+    pingpong: bool = False  # warpgroups take turns on the tensor cores
+    q_in_registers: bool = False
+    wide_v: bool = False  # V in 64-column chunks even where narrower ones fit exactly
+    wide_k: bool = False  # K and Q likewise
+    q_stages: int = 1  # 2: the next tile's Q is loaded while this one's is in use
+
+    @property
+    def name(self) -> str:
+        flags = (
+            ("pingpong", self.pingpong), ("register", self.q_in_registers), ("wide_v", self.wide_v),
+            ("wide_k", self.wide_k), (f"q{self.q_stages}", self.q_stages > 1),
+            (f"cluster{self.cluster}", self.cluster > 1),
+        )  # fmt: skip
+        return "-".join((f"{64 * self.groups}x{self.block_n}", f"s{self.stages}", *(name for name, on in flags if on)))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """All that the compiler sees of a problem."""
+
+    head_dim: int
+    head_dim_v: int
+    tile: HopperTile
+    fp16: bool = False
+    left: bool = False
+    right: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    negative: bool = False  # the scale is not positive
+    varlen: bool = False
+    paged: bool = False
+    split: bool = False
+    pack: int = 1  # query heads that share a row block
+
+    @property
+    def chunks(self) -> tuple[int, int, int, int, int]:
+        """Columns of a K chunk, full chunks, columns of the last one (0: none); columns of a V chunk, and chunks.
+
+        A chunk is 64, 32 or 16 columns: what one swizzled row of shared memory holds.
+        """
+        tile = self.tile
+        k_columns, v_columns = -(-self.head_dim // 16) * 16, -(-self.head_dim_v // 16) * 16
+        rest = k_columns % 64
+        k_width, k_chunks, k_rest = 64, k_columns // 64, rest
+        if tile.wide_k or rest == 48:  # 48 = 32 + 16 would take two more tensor maps
+            k_chunks, k_rest = -(-k_columns // 64), 0
+        elif k_columns < 64:
+            k_width = 32 if k_columns % 32 == 0 else 16
+            k_chunks, k_rest = k_columns // k_width, 0
+        v_width = 64 if tile.wide_v or v_columns % 64 == 0 else 32 if v_columns % 32 == 0 else 16
+        return k_width, k_chunks, k_rest, v_width, -(-v_columns // v_width)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory; params.cuh asserts the same."""
+        k_width, k_chunks, k_rest, v_width, v_chunks = self.chunks
+        tile, row = self.tile, 2 * (k_width * k_chunks + k_rest)
+        size = _tiles(64 * row) * tile.groups * tile.q_stages
+        size += tile.stages * (_tiles(tile.block_n * row) + _tiles(tile.block_n * 2 * v_width * v_chunks))
+        size += 8 * (2 * tile.groups * tile.q_stages + 4 * tile.stages) + 32  # barriers
+        return -(-size // 16) * 16 + 64 + 16 * tile.groups
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.tile.groups + 1)
+
+    @property
+    def queries(self) -> int:
+        """Query positions of one tile."""
+        return 64 // self.pack * self.tile.groups
+
+
+def _tiles(size: int) -> int:
+    return -(-size // 1024) * 1024
+
+
+def config(variant: Variant) -> str:
+    """`config.cuh`: the variant as constants."""
+    v, tile = variant, variant.tile
+    names = ("K_WIDTH", "K_CHUNKS", "K_REST", "V_WIDTH", "V_CHUNKS")
+    numbers = {
+        "D": v.head_dim, "DV": v.head_dim_v, "BLOCK_N": tile.block_n, "GROUPS": tile.groups, "STAGES": tile.stages,
+        "Q_STAGES": tile.q_stages, "CLUSTER": tile.cluster, "PACK": v.pack, **dict(zip(names, v.chunks, strict=True)),
+        "SHARED_MEMORY": v.shared,
+    }  # fmt: skip
+    numbers["PRODUCER_REGISTERS"], numbers["CONSUMER_REGISTERS"] = REGISTERS[tile.groups]
+    flags = {
+        "FP16": v.fp16, "LEFT": v.left, "RIGHT": v.right, "SOFTCAP": v.softcap, "ALIBI": v.alibi, "SINKS": v.sinks,
+        "NEGATIVE": v.negative, "VARLEN": v.varlen, "PAGED": v.paged, "SPLIT": v.split,
+        "PINGPONG": tile.pingpong, "Q_IN_REGISTERS": tile.q_in_registers,
+    }  # fmt: skip
+    lines = ["#pragma once", f"#define CLUSTERED {int(tile.cluster > 1)}"]
+    lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
+    lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
+    return "\n".join(lines) + "\n"
+
+
+def mma(variant: Variant) -> str:
+    """`mma.cuh`: wgmma for this variant's exact sizes. N may be any multiple of 8, so a head of 72 costs 72 in P·V."""
+    kind = "f16" if variant.fp16 else "bf16"
+    block_n, dv = variant.tile.block_n, variant.head_dim_v
+    return "#pragma once\n#include \"prelude.cuh\"\n" + "\n".join([
+        _wrapper("mma_qk", block_n, kind, registers=False, by_column=False, accumulate=False),
+        _wrapper("mma_qk_registers", block_n, kind, registers=True, by_column=False, accumulate=False),
+        _wrapper("mma_pv", dv, kind, registers=True, by_column=True, accumulate=True),
+    ])  # fmt: skip
+
+
+def _wrapper(name: str, n: int, kind: str, *, registers: bool, by_column: bool, accumulate: bool) -> str:
+    """One function around m64 x n x k16: d (+)= a * b, with a in registers or shared memory, b in shared memory."""
+    count = n // 2
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    destination = ", ".join(f"%{i}" for i in range(count))
+    if registers:
+        operands, declared, majors = 4, "const u32* a", f"{int(by_column)}"
+        a = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
+        inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    else:
+        operands, declared, majors = 1, "u64 a", f"0, {int(by_column)}"
+        a, inputs = f"%{count}", '"l"(a)'
+    b, flag = f"%{count + operands}", f"%{count + operands + 1}"
+    signature = f"float (&d)[{count}], {declared}, u64 b" + ("" if accumulate else ", int add")
+    setup = "setp.eq.b32 p, 0, 0;" if accumulate else f"setp.ne.b32 p, {flag}, 0;"
+    last = "" if accumulate else ', "r"(add)'
+    return f"""
+// d {"+=" if accumulate else "= a * b, or with `add` d +="} a * b; 64 x {n} x 16
+DEVICE void {name}({signature}) {{
+  asm volatile("{{.reg .pred p; {setup}\\n"
+    "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{destination}}}, {a}, {b}, p, 1, 1, {majors};}}\\n"
+    : {outputs}
+    : {inputs}, "l"(b){last});
+}}
+"""
+
+
+@cache
+def files() -> dict[str, str]:
+    """The headers of this folder, by the names that they include one another with."""
+    here = Path(__file__).parent
+    return {f"{name}.cuh": (here / f"{name}.cuh").read_text() for name in HEADERS}
+
+
+def headers(variant: Variant) -> dict[str, str]:
+    return {**files(), "config.cuh": config(variant), "mma.cuh": mma(variant)}
+
+
+def main_file() -> str:
+    return (Path(__file__).parent / "forward.cu").read_text()

@@ -1,0 +1,153 @@
+"""Which tile the Hopper kernel takes for a problem, whether it packs query heads, and whether it splits the keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import gcd
+
+from flashkernels.attention.hopper.source import HopperTile, Variant
+from flashkernels.attention.problem import AttentionProblem
+from flashkernels.tiling import TilingError
+
+SHARED_LIMIT = 232448  # bytes a block may have on sm_90
+MOST_SPLITS = 32
+KEYS_OF_A_PART = 1024  # at least: combining costs about as much as walking so many (2 to 3 µs: H200, 2026-11-15)
+SPLIT_TILES = 500  # counters that a launch has for split tiles
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The variant to compile and the number of parts its keys are split into."""
+
+    variant: Variant
+    splits: int
+
+
+def choose(problem: AttentionProblem, multiprocessors: int, forced: object = None) -> Choice:
+    """The tile by head dimension; then, where there are few tiles, smaller ones and parts.
+
+    `forced` is what `use_tile` asks for: a HopperTile, or "register" for one that keeps Q in registers.
+    """
+    band = problem.band != (-1, -1)
+    tile = by_dimension(problem.head_dim, problem.head_dim_v, band or problem.varlen)
+    if isinstance(forced, HopperTile):
+        tile = checked(forced)
+    elif forced == "register":
+        tile = replace(tile, q_in_registers=True)
+    elif forced not in (None, "exact"):
+        raise TilingError(f"use_tile asks for {getattr(forced, 'name', forced)}, which the Hopper kernel does not have")
+    if not isinstance(forced, HopperTile) and query_tiles(problem, tile, 1) < 4 * multiprocessors:
+        tile = fitted(replace(tile, cluster=1), problem, multiprocessors)
+    pack = packs(problem, tile)
+    if band or problem.varlen or pack > 1:
+        tile = replace(tile, cluster=1)
+    variant = variant_of(problem, tile, pack)
+    if variant.shared > SHARED_LIMIT:
+        raise TilingError(f"{tile.name} at head_dim={problem.head_dim} takes {variant.shared} bytes of shared memory")
+    splits = split_count(problem, tile, pack, multiprocessors)
+    return Choice(replace(variant, split=splits > 1), splits)
+
+
+def checked(tile: HopperTile) -> HopperTile:
+    """A tile that somebody made; raises where the kernel cannot have it."""
+    ring = -(-(tile.groups - 1) * 64 // tile.block_n)  # key tiles that a causal warpgroup may have to let pass
+    if not (1 <= tile.groups <= 3 and 16 <= tile.block_n <= 256 and tile.block_n % 16 == 0):
+        raise TilingError(f"{tile.name}: a block has 1 to 3 warpgroups, and 16 to 256 keys in steps of 16")
+    if not (tile.stages >= max(2, ring) and tile.q_stages in (1, 2) and tile.cluster in (1, 2)):
+        raise TilingError(f"{tile.name}: needs at least {max(2, ring)} stages, 1 or 2 of Q, and clusters of 1 or 2")
+    if tile.pingpong and tile.groups == 1:
+        raise TilingError(f"{tile.name}: one warpgroup has nobody to take turns with")
+    return tile
+
+
+# The fastest tile measured at each head dimension, without a band (full attention) and with one (H200, 2026-11-15, B=4,
+# S=4096, bf16; about 800 tiles timed: docs/notes/hopper_forward.md). Neighbours are within 1 to 3 %; the wrong number
+# of warpgroups costs 10 to 20 %.
+_T = HopperTile
+MEASURED = {
+    32: (_T(3, 112, 4, pingpong=True), _T(3, 96, 4, pingpong=True, q_in_registers=True, wide_v=True)),
+    40: (_T(3, 112, 4, pingpong=True, wide_v=True, q_stages=2, cluster=2),
+         _T(3, 96, 3, pingpong=True, q_in_registers=True, wide_v=True)),
+    48: (_T(3, 96, 4, pingpong=True, q_in_registers=True, wide_v=True, cluster=2),
+         _T(3, 96, 3, pingpong=True, q_in_registers=True, wide_v=True)),
+    56: (_T(3, 96, 4, wide_v=True, wide_k=True, q_stages=2), _T(3, 96, 3, pingpong=True, wide_v=True)),
+    64: (_T(3, 96, 3, pingpong=True, q_stages=2), _T(3, 96, 3, pingpong=True, q_stages=2)),
+    72: (_T(3, 96, 4, pingpong=True, wide_v=True, q_stages=2, cluster=2), _T(3, 96, 4, pingpong=True, wide_v=True)),
+    80: (_T(3, 80, 4, pingpong=True, wide_v=True), _T(2, 160, 3, pingpong=True, wide_v=True)),
+    88: (_T(3, 80, 4, pingpong=True, wide_v=True, q_stages=2), _T(3, 80, 4, pingpong=True, wide_v=True)),
+    96: (_T(3, 80, 3, pingpong=True, wide_v=True), _T(2, 128, 3, pingpong=True, q_in_registers=True)),
+    104: (_T(3, 80, 4, wide_v=True), _T(3, 80, 3, pingpong=True, wide_v=True, wide_k=True)),
+    112: (_T(3, 64, 3, pingpong=True, wide_v=True, wide_k=True, q_stages=2),
+          _T(2, 128, 3, pingpong=True, q_in_registers=True, wide_v=True, wide_k=True)),
+    120: (_T(2, 112, 3, q_in_registers=True, wide_v=True, cluster=2), _T(2, 128, 3, pingpong=True, wide_v=True)),
+    128: (_T(2, 128, 3, pingpong=True, cluster=2), _T(2, 128, 3, pingpong=True)),
+    160: (_T(2, 128, 2, wide_v=True), _T(2, 128, 2, pingpong=True)),
+    192: (_T(2, 64, 3, q_in_registers=True, cluster=2), _T(2, 64, 3, pingpong=True, q_in_registers=True)),
+    224: (_T(2, 80, 2, pingpong=True, wide_v=True, cluster=2), _T(2, 64, 2, pingpong=True, wide_k=True)),
+    256: (_T(2, 64, 2, pingpong=True), _T(2, 64, 2)),
+}  # fmt: skip
+
+
+def by_dimension(dim: int, dim_v: int, band: bool) -> HopperTile:
+    """The tile measured at this head dimension, or at the next larger one."""
+    wide = max(dim, dim_v)
+    tile = MEASURED[min(d for d in MEASURED if d >= wide)][band]
+    return tile if wide in MEASURED and dim == dim_v else replace(tile, wide_v=True)
+
+
+# What a multiprocessor does with 1, 2 or 3 consumer warpgroups, of what it can do: one alone waits for its own results.
+# (H200, 2026-11-15, D=64: the scaling grid with each.)
+SHARE_BUSY = {1: 0.5, 2: 0.85, 3: 1.0}
+
+
+def fitted(tile: HopperTile, problem: AttentionProblem, multiprocessors: int) -> HopperTile:
+    """The tile with as many warpgroups as finish first: with few rows, smaller tiles keep more of the machine busy."""
+    fewer = replace(tile, block_n=128, stages=2, q_stages=1) if tile.groups == 3 else tile  # registers become free
+    options = [tile, *(replace(fewer, groups=n, pingpong=n > 1) for n in range(tile.groups - 1, 0, -1))]
+
+    def rounds(option: HopperTile) -> float:
+        tiles = query_tiles(problem, option, packs(problem, option))
+        waves = tiles / multiprocessors if tiles > 8 * multiprocessors else -(-tiles // multiprocessors)
+        return waves * option.groups / SHARE_BUSY[option.groups]
+
+    return min(options, key=rounds)
+
+
+def packs(problem: AttentionProblem, tile: HopperTile) -> int:
+    """Query heads of one key head that share a block's rows: worth it where the rows would not be filled otherwise."""
+    group = problem.heads // problem.kv_heads
+    pack = max(n for n in range(1, 65) if group % n == 0)
+    return pack if 1.1 * query_tiles(problem, tile, pack) <= query_tiles(problem, tile, 1) else 1
+
+
+def query_tiles(problem: AttentionProblem, tile: HopperTile, pack: int) -> int:
+    """Tiles of all sequences and heads; of a ragged batch at most as many."""
+    rows = 64 // pack * tile.groups
+    heads = problem.heads // pack
+    if problem.varlen:
+        return (problem.total_q // rows + problem.batch) * heads
+    return -(-problem.seq_q // rows) * problem.batch * heads
+
+
+def split_count(problem: AttentionProblem, tile: HopperTile, pack: int, multiprocessors: int) -> int:
+    """Parts for the keys of each tile, so that few tiles still fill the machine."""
+    tiles = query_tiles(problem, tile, pack)
+    if problem.varlen or tile.cluster > 1 or tiles == 0 or tiles * tile.groups > SPLIT_TILES:
+        return 1
+    left, right = problem.band
+    seen = problem.seq_k if left < 0 else min(problem.seq_k, left + max(right, 0) + 64 // pack * tile.groups)
+    return max(1, min(multiprocessors // tiles, seen // KEYS_OF_A_PART, MOST_SPLITS))
+
+
+def variant_of(problem: AttentionProblem, tile: HopperTile, pack: int) -> Variant:
+    left, right = problem.band
+    return Variant(
+        problem.head_dim, problem.head_dim_v, tile, fp16=problem.dtype == "fp16", left=left >= 0, right=right >= 0,
+        softcap=problem.softcap, alibi=problem.alibi, sinks=problem.sinks, negative=not problem.positive_scale,
+        varlen=problem.varlen, paged=problem.page_size > 0, pack=pack,
+    )  # fmt: skip
+
+
+def page_rows(block_n: int) -> int:
+    """Keys that one load of a paged cache brings: they must lie in one page."""
+    return gcd(block_n, 64)

@@ -1,0 +1,180 @@
+"""Loads and launches cubins, and encodes TMA descriptors: the few calls of the CUDA driver that this takes, by ctypes.
+
+Importing this needs no CUDA; the driver is loaded at the first use. Torch's context is the one used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable
+from ctypes import byref, c_int, c_void_p
+
+LIBRARY = "libcuda.so.1"
+MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+DTYPES = {"fp8": 0, "fp16": 6, "fp32": 7, "bf16": 9}  # CUtensorMapDataType; FP8 travels as bytes
+SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle
+PROMOTE_256 = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+MAP_BYTES, MAP_ALIGNMENT = 128, 64
+
+
+class Library:
+    """A cubin with any number of kernels, for every device. It is loaded at the first launch and never unloaded."""
+
+    def __init__(self, cubin: bytes) -> None:
+        self.cubin = cubin
+        self.lock = threading.Lock()
+        self.loaded: c_void_p | None = None
+
+    def kernel(self, name: str, shared: int) -> Kernel:
+        return Kernel(self, name, shared)
+
+    def handle(self, name: str) -> c_void_p:
+        """The driver's CUkernel."""
+        with self.lock:
+            if self.loaded is None:
+                library = c_void_p()
+                nothing = (None, None, 0)
+                call("cuLibraryLoadData", byref(library), self.cubin, *nothing, *nothing)
+                self.loaded = library
+        kernel = c_void_p()
+        call("cuLibraryGetKernel", byref(kernel), self.loaded, name.encode())
+        return kernel
+
+
+class Kernel:
+    """One entry point (`extern "C"`), which takes one struct by value and `shared` bytes of dynamic shared memory."""
+
+    def __init__(self, code: bytes | Library, name: str, shared: int) -> None:
+        self.library = code if isinstance(code, Library) else Library(code)
+        self.name, self.shared = name, shared
+        self.lock = threading.Lock()
+        self.start: Callable[..., int] | None = None  # cuLaunchKernel of this kernel
+        self.prepared: set[int] = set()  # devices
+
+    def launch(self, grid: int, block: int, stream: int, parameters: int) -> None:
+        """Starts `grid` blocks of `block` threads on `stream` of the current device.
+
+        `parameters` is the address of the struct. The driver copies it before this returns, with the GIL held.
+        """
+        if self.start is None:
+            self.prepare()
+        assert self.start is not None
+        arguments = (grid, 1, 1, block, 1, 1, self.shared, _pointer(stream), _slot(parameters), None)
+        result = self.start(*arguments)
+        if result:
+            # The device is not asked for beforehand: that would nearly double what a launch costs in Python. On a
+            # device that is new to the kernel, and in a thread that is new to CUDA, the second launch succeeds.
+            self.prepare()
+            result = self.start(*arguments)
+        if result:
+            what = f"{self.name}, {grid} blocks of {block} threads with {self.shared} bytes of dynamic shared memory"
+            raise RuntimeError(f"cannot launch {what}: {words(result)}")
+
+    def prepare(self) -> None:
+        """Makes the kernel ready for the current device. `launch` does it by itself; before a capture, call this."""
+        device = current_device()
+        with self.lock:
+            if device not in self.prepared:
+                handle = self.library.handle(self.name)
+                if self.shared:
+                    call("cuKernelSetAttribute", MAX_DYNAMIC_SHARED, self.shared, handle, device)
+                call("cuKernelGetFunction", byref(c_void_p()), handle)  # loads its code there now, not at the launch
+                self.start = functools.partial(launcher().cuLaunchKernel, handle)
+                self.prepared.add(device)
+
+
+@functools.lru_cache(maxsize=1024)
+def tensor_map(
+    pointer: int,
+    dtype: str,
+    sizes: tuple[int, ...],
+    strides_bytes: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle_bytes: int,
+) -> bytes:
+    """The 128 bytes by which TMA reads and writes boxes of a tensor; a kernel wants them at a multiple of 64.
+
+    Sizes, strides and box have the innermost dimension first. Its stride is one element and not among the strides, so
+    there is one fewer of them than dimensions. What lies outside the tensor is read as zero and not written.
+    """
+    rank = len(sizes)
+    given = f"pointer={pointer:#x}, {dtype=}, {sizes=}, {strides_bytes=}, {box=}, {swizzle_bytes=}"
+    if not 1 <= rank <= 5 or len(strides_bytes) != rank - 1 or len(box) != rank:
+        raise ValueError(f"a tensor map has 1 to 5 sizes, one stride fewer, and as many box sizes: {given}")
+    if dtype not in DTYPES or swizzle_bytes not in SWIZZLES:
+        raise ValueError(f"dtype is one of {', '.join(DTYPES)}, swizzle_bytes one of {[*SWIZZLES]}: {given}")
+    buffer = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
+    offset = -ctypes.addressof(buffer) % MAP_ALIGNMENT
+    longs, ints = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
+    result = driver().cuTensorMapEncodeTiled(
+        byref(buffer, offset), DTYPES[dtype], rank, c_void_p(pointer), longs(*sizes), longs(*strides_bytes),
+        ints(*box), ints(*[1] * rank), 0, SWIZZLES[swizzle_bytes], PROMOTE_256, 0,
+    )  # fmt: skip
+    if result:
+        raise RuntimeError(
+            f"no tensor map of {given}: {words(result)}. Pointer and strides are multiples of 16 bytes, sizes at most "
+            "2**32, strides below 2**40, box sizes at most 256; the innermost box size is a multiple of 16 bytes, and "
+            "no more bytes than the swizzle where there is one"
+        )
+    return buffer.raw[offset : offset + MAP_BYTES]
+
+
+def current_device() -> int:
+    """The device of this thread's context. A thread that has none yet gets the first device's, as from the runtime."""
+    device, context = c_int(), c_void_p()
+    if driver().cuCtxGetDevice(byref(device)):
+        call("cuDeviceGet", byref(device), 0)
+        call("cuDevicePrimaryCtxRetain", byref(context), device)
+        call("cuCtxSetCurrent", context)
+    return device.value
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        raise RuntimeError(f"the NVIDIA driver cannot be loaded: {error}") from None
+    result = library.cuInit(0)
+    if result:
+        raise RuntimeError(f"the NVIDIA driver does not start: cuInit gives {result}")
+    return library
+
+
+@functools.cache
+def launcher() -> ctypes.PyDLL:
+    """The driver with the GIL kept: a launch takes microseconds, and no thread changes its parameters meanwhile.
+
+    No `argtypes`, which would double the time of a launch: what is 64 bits wide goes in as a ctypes object.
+    """
+    return ctypes.PyDLL(driver()._name)
+
+
+def call(function: str, *arguments: object) -> None:
+    result = getattr(driver(), function)(*arguments)
+    if result:
+        raise RuntimeError(f"{function}: {words(result)}")
+
+
+def words(result: int) -> str:
+    """The name and meaning of a CUresult."""
+    name, meaning = ctypes.c_char_p(b"unknown error"), ctypes.c_char_p(b"")
+    driver().cuGetErrorName(result, byref(name))
+    driver().cuGetErrorString(result, byref(meaning))
+    return f"{(name.value or b'unknown error').decode()} ({result}): {(meaning.value or b'').decode()}"
+
+
+# Neither of these two ever changes once it is made, so threads may share it.
+
+
+@functools.lru_cache(maxsize=1024)
+def _pointer(address: int) -> c_void_p:
+    return c_void_p(address)
+
+
+@functools.lru_cache(maxsize=1024)
+def _slot(address: int) -> ctypes.Array[c_void_p]:
+    """The array of pointers to parameters that the driver takes: one pointer."""
+    return (c_void_p * 1)(address)

@@ -1,0 +1,175 @@
+"""Compiles CUDA C++ at run time with NVRTC; that needs neither nvcc nor a GPU, and no header but NVRTC's own.
+
+NVRTC is a C library that comes with torch's CUDA build; ctypes calls it without any further package. What it makes is
+kept on disk, see `jit/cache.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import itertools
+import os
+import re
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from flashkernels.jit import cache
+
+DEFAULTS = ("-std=c++17", "-default-device", "--ptxas-options=-v")  # -v: registers and spills are in the log
+CONTEXT = 2  # lines shown before and after one that an error names
+MAJORS = ("13", "12")
+
+_locks: dict[str, threading.Lock] = {}
+if hasattr(os, "register_at_fork"):  # a lock that another thread holds at a fork stays held in the child
+    os.register_at_fork(after_in_child=_locks.clear)
+
+
+class CompilerMissing(RuntimeError):
+    """There is no libnvrtc here."""
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a program. The message has its log, and the lines of the program that the log names."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Machine code, and what the compiler said: warnings, registers, spills, wgmma that it had to serialise."""
+
+    cubin: bytes
+    log: str
+
+
+def compile(
+    name: str, source: str, headers: Mapping[str, str], arch: str = "sm_90a", options: Sequence[str] = ()
+) -> bytes:
+    """The cubin of `compiled`."""
+    return compiled(name, source, headers, arch, options).cubin
+
+
+def compiled(
+    name: str, source: str, headers: Mapping[str, str], arch: str = "sm_90a", options: Sequence[str] = ()
+) -> Compiled:
+    """Compiles the program `source` for `arch` ("sm_90a", not "compute_90a"), or finds it in the disk cache.
+
+    `name` is the program's in messages; `headers` are the texts it may include, by the name it includes them by;
+    `options` come after DEFAULTS and override them. Threads may call this; those that want the same program wait for
+    the first.
+    """
+    compiler = find()
+    arguments = (f"--gpu-architecture={arch}", *DEFAULTS, *options)
+    texts = itertools.chain.from_iterable(sorted(headers.items()))
+    key = cache.digest("nvrtc", *map(str, compiler.version), name, source, str(len(headers)), *texts, *arguments)
+    with _locks.setdefault(key, threading.Lock()):
+        cubin, log = cache.load(key, ".cubin"), cache.load(key, ".log")
+        if cubin is not None and log is not None:
+            return Compiled(cubin, log.decode())
+        made = compiler.run(name, source, headers, arguments)
+        cache.store(key, ".log", made.log.encode())
+        cache.store(key, ".cubin", made.cubin)
+        return made
+
+
+class Compiler:
+    """One libnvrtc. Raises OSError where there is none at `path`, a file or a name that the system's loader knows."""
+
+    def __init__(self, path: str) -> None:
+        # NVRTC opens its builtins by their bare name when it compiles: have them loaded from the folder it is in.
+        for builtins in Path(path).parent.glob("libnvrtc-builtins.so*") if "/" in path else ():
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(builtins))
+        self.path, self.library = path, ctypes.CDLL(path)
+        self.library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+        self.version = major.value, minor.value
+
+    def targets(self) -> list[int]:
+        """The architectures it compiles for, as numbers: 80 for sm_80."""
+        count = ctypes.c_int()
+        self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
+        found = (ctypes.c_int * count.value)()
+        self._call("nvrtcGetSupportedArchs", found)
+        return list(found)
+
+    def run(self, name: str, source: str, headers: Mapping[str, str], arguments: Sequence[str]) -> Compiled:
+        """Compiles, whatever is in the disk cache."""
+        program = ctypes.c_void_p()
+        texts, names = _strings(headers.values()), _strings(headers)
+        self._call(
+            "nvrtcCreateProgram", ctypes.byref(program), source.encode(), name.encode(), len(headers), texts, names
+        )
+        try:
+            failed = self.library.nvrtcCompileProgram(program, len(arguments), _strings(arguments))
+            log = self._output(program, "nvrtcGetProgramLog").rstrip(b"\0").decode(errors="replace")
+            if failed:
+                title = f"NVRTC {'.'.join(map(str, self.version))} refuses {name} ({' '.join(arguments)})"
+                ptx = self._output(program, "nvrtcGetPTX").decode() if "ptx input, line" in log else ""
+                raise CompileError("\n".join([f"{title}:", log, *_places(log, {**headers, name: source, "ptx": ptx})]))
+            return Compiled(self._output(program, "nvrtcGetCUBIN"), log)
+        finally:
+            self.library.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _output(self, program: ctypes.c_void_p, function: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(f"{function}Size", program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        self._call(function, program, buffer)
+        return buffer.raw
+
+    def _call(self, function: str, *arguments: object) -> None:
+        result = getattr(self.library, function)(*arguments)
+        if result:
+            raise RuntimeError(f"{function}: {self.library.nvrtcGetErrorString(result).decode()}")
+
+
+@functools.cache
+def find() -> Compiler:
+    """The first libnvrtc that loads."""
+    for path in paths():
+        with contextlib.suppress(OSError):
+            return Compiler(path)
+    raise CompilerMissing(
+        "libnvrtc cannot be loaded, so kernels written in CUDA C++ cannot be compiled: pip install nvidia-cuda-nvrtc "
+        "(CUDA 12: nvidia-cuda-nvrtc-cu12); a CUDA build of torch brings it"
+    )
+
+
+def paths() -> list[str]:
+    """Where libnvrtc may be: in this Python's wheels, then where the system's loader looks, then in the CUDA toolkit.
+
+    Of these, first those of the CUDA that torch was built for: the driver here serves that one.
+    """
+    found: list[str] = []
+    for package, pattern in (("nvidia", "*/lib/libnvrtc.so*"), ("torch", "lib/libnvrtc*.so*")):
+        spec = importlib.util.find_spec(package)
+        for root in (spec.submodule_search_locations or []) if spec else []:
+            found += sorted(str(path) for path in Path(root).glob(pattern) if "builtins" not in path.name)
+    found += [f"libnvrtc.so.{major}" for major in MAJORS]
+    toolkit = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda", "lib64")
+    found += [str(toolkit / f"libnvrtc.so.{major}") for major in MAJORS]
+    preferred = f".so.{(torch.version.cuda or MAJORS[0]).split('.')[0]}"
+    return sorted(found, key=lambda path: preferred not in path)
+
+
+def _strings(texts: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
+    encoded = [text.encode() for text in texts]
+    return (ctypes.c_char_p * len(encoded))(*encoded)
+
+
+def _places(log: str, files: Mapping[str, str]) -> Iterable[str]:
+    """The lines that `log` names as `file(line)`, with their neighbours; ptxas says `ptx input, line 1`."""
+    log = re.sub(r"ptx input, line (\d+)", r"ptx(\1)", log)
+    for file, number in dict.fromkeys(re.findall(r"([^\s()]+)\((\d+)\)", log)):
+        lines, at = files.get(file, "").splitlines(), int(number) - 1
+        if 0 <= at < len(lines):
+            yield f"{file}, line {number}:"
+            for i in range(max(at - CONTEXT, 0), min(at + CONTEXT + 1, len(lines))):
+                yield f"{'>' if i == at else ' '} {i + 1:5} | {lines[i]}"

@@ -1,0 +1,136 @@
+"""What the GPU tests of all kernels share: inputs on the GPU, checks against the oracle, and which kernel runs here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashkernels as fk
+
+from . import oracle
+from .cases import Ragged, Shape, qkv
+
+GIB = 1024**3
+INF, NAN = float("inf"), float("nan")
+LENGTHS = ([700, 0, 1, 129, 333, 64], [500, 40, 900, 0, 333, 1])
+LARGE = Shape(b=2, sq=700, sk=1000, h=6, hkv=2, d=72)
+FAR = 2**31  # elements
+dtype_id = lambda dtype: str(dtype).removeprefix("torch.")  # noqa: E731
+
+
+def capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+on_hopper = pytest.mark.skipif(capability() != (9, 0), reason="needs a GPU of compute capability 9.0")
+IMPLS = ("triton", pytest.param("hopper", marks=on_hopper))
+each_impl = pytest.mark.parametrize("impl", IMPLS)
+
+
+def per_impl(name: str, triton: Iterable[Any], hopper: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parameters (impl, name), where the kernels do not take the same values."""
+    params: list[Any] = [pytest.param("triton", x, id=f"triton-{_id(x)}") for x in triton]
+    params += [pytest.param("hopper", x, marks=on_hopper, id=f"hopper-{_id(x)}") for x in hopper]
+    return pytest.mark.parametrize(("impl", name), params)
+
+
+def _id(x: Any) -> str:
+    return dtype_id(x) if isinstance(x, torch.dtype) else str(x)
+
+
+def cuda(shape: Shape, dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return qkv(shape, dtype, device="cuda", **options)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, *, impl: str, **features: Any) -> tuple[Tensor, Tensor]:
+    """Runs dense attention and compares it with the oracle."""
+    out, lse = fk.attention(q, k, v, return_lse=True, impl=impl, **features)
+    oracle.assert_correct(out, lse, q, k, v, **features)
+    return out, lse
+
+
+def check_varlen(batch: Ragged, *, impl: str, **features: Any) -> tuple[Tensor, Tensor]:
+    out, lse = fk.attention_varlen(*batch.args, return_lse=True, impl=impl, **features)
+    oracle.assert_correct_varlen(out, lse, *batch.tensors, **features)
+    return out, lse
+
+
+def on_gpu(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.cuda()
+    if isinstance(x, tuple):
+        return tuple(map(on_gpu, x))
+    return {name: on_gpu(value) for name, value in x.items()} if isinstance(x, dict) else x
+
+
+def needs_memory(gib: int) -> None:
+    free = torch.cuda.mem_get_info()[0] // GIB
+    if free < gib:
+        pytest.skip(f"needs {gib} GiB of GPU memory, {free} GiB are free")
+
+
+def far_apart(x: Tensor) -> Tensor:
+    """The same values with 2^31 elements between one sequence of the batch and the next."""
+    room = torch.empty(FAR * (x.shape[0] - 1) + x[0].numel(), device=x.device, dtype=x.dtype)
+    return room.as_strided(x.shape, (FAR, *x.stride()[1:])).copy_(x)
+
+
+@contextmanager
+def new_memory_is_nan() -> Iterator[None]:
+    """torch.empty and its kin return NaN, so that an element nobody writes is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(1, device="cuda").isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def syncs_are_errors() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# Inputs whose strides are not the usual ones
+
+
+def misaligned(x: Tensor) -> Tensor:
+    """One element past the start of an allocation."""
+    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
+def odd_rows(x: Tensor) -> Tensor:
+    """Rows of an odd number of elements."""
+    return torch.nn.functional.pad(x, (0, 1), value=NAN)[..., :-1]
+
+
+def spread(x: Tensor) -> Tensor:
+    """A gap between elements."""
+    return torch.stack([x, x * NAN], -1)[..., 0]
+
+
+def sequence_first(x: Tensor) -> Tensor:
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def head_first(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def wide_rows(x: Tensor) -> Tensor:
+    """A part of rows that are twice as long."""
+    return torch.cat([x, x * NAN], -1)[..., : x.shape[-1]]
+
+
+def shared_heads(x: Tensor) -> Tensor:
+    """All heads are views of the first."""
+    return x[:, :, :1].expand(x.shape)

@@ -1,0 +1,570 @@
+"""`impl="hopper"` on a Hopper GPU: what it has and the other kernels have not. test_gpu.py has what they share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+import flashkernels as fk
+from flashkernels.attention.api import problem_of
+from flashkernels.attention.hopper import tiles
+from flashkernels.attention.hopper.source import Variant
+from flashkernels.attention.hopper.variants import VARIANTS, label
+from flashkernels.hardware import detect
+
+from . import oracle
+from .cases import EVERYTHING, Ragged, Shape, generator, keywords, paged, ragged
+from .examples import examples
+from .gpu import (
+    INF,
+    LARGE,
+    LENGTHS,
+    NAN,
+    check,
+    check_varlen,
+    cuda,
+    dtype_id,
+    misaligned,
+    new_memory_is_nan,
+    odd_rows,
+    on_hopper,
+    shared_heads,
+    spread,
+    syncs_are_errors,
+)
+
+pytestmark = [pytest.mark.gpu, on_hopper]
+
+IMPL = "hopper"
+HALVES = [torch.bfloat16, torch.float16]
+SMALL = Shape(b=1, sq=512, sk=512, h=8, hkv=8, d=64)
+SPLIT = SMALL.but(sk=4200)
+DECODE = Shape(b=1, sq=1, sk=100_000, h=8, hkv=1, d=128)
+
+each_half = pytest.mark.parametrize("dtype", HALVES, ids=dtype_id)
+
+
+def multiprocessors() -> int:
+    gpu = detect()
+    assert gpu is not None
+    return gpu.sms
+
+
+def splits(*inputs: Tensor, **features: Any) -> int:
+    return tiles.choose(problem_of(*inputs, **features), multiprocessors()).splits
+
+
+def check_paged(batch: Ragged, page_size: int, **features: Any) -> tuple[Tensor, Tensor]:
+    pages = paged(batch, page_size)
+    args = (batch.q, pages.k, pages.v, *batch.args[3:])
+    out, lse = fk.attention_varlen(*args, block_table=pages.table, return_lse=True, impl=IMPL, **features)
+    oracle.assert_correct_varlen(out, lse, *batch.tensors, **features)
+    return out, lse
+
+
+# Every variant of the fixed list
+
+
+@pytest.fixture(scope="module")
+def compiled_variants(kernels: Path) -> None:
+    """All variants, compiled by all cores. Where xdist runs many workers, these are the cores: nothing to do."""
+    from flashkernels.attention.hopper.build import build_all
+
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        assert [(name, faults) for name, faults in build_all(VARIANTS) if faults] == []
+
+
+@pytest.mark.usefixtures("compiled_variants")
+@pytest.mark.parametrize("variant", VARIANTS, ids=label)
+@settings(max_examples=4)
+@given(st.data())
+def test_variant(variant: Variant, data: st.DataObject) -> None:
+    example = data.draw(examples(variant, multiprocessors()))
+    features = example.keywords("cuda")
+    with fk.use_tile(tile=variant.tile):
+        if not variant.varlen:
+            check(*cuda(example.shape, example.dtype, seed=example.seed), impl=IMPL, **features)
+            return
+        lens_q, lens_k = zip(*example.lens, strict=True)
+        batch = ragged(lens_q, lens_k, example.shape, example.dtype, device="cuda", seed=example.seed)
+        if variant.paged:
+            check_paged(batch, example.page_size, **features)
+        else:
+            check_varlen(batch, impl=IMPL, **features)
+
+
+# Tensors that TMA cannot read
+
+
+@pytest.mark.parametrize("which", "qkv")
+@pytest.mark.parametrize("change", [misaligned, odd_rows, spread, shared_heads], ids=lambda f: f.__name__)
+def test_a_tensor_that_tma_cannot_read_is_named_and_left_to_triton(which: str, change: Callable[..., Tensor]) -> None:
+    inputs = dict(zip("qkv", cuda(Shape(b=2, sq=100, sk=150, h=4, hkv=2, d=72)), strict=True))
+    inputs[which] = change(inputs[which])
+    with pytest.raises(fk.UnsupportedError, match=rf"hopper: TMA cannot read {which}: "):
+        fk.attention(**inputs, causal=True, impl=IMPL)
+    out, _ = check(**inputs, causal=True, impl="auto")
+    assert torch.equal(out, fk.attention(**inputs, causal=True, impl="triton"))
+
+
+def test_one_sequence_and_one_head_may_have_any_stride() -> None:
+    q, k, v = cuda(Shape(b=1, sq=100, sk=150, h=1, hkv=1, d=72))
+    odd = [x.as_strided(x.shape, (7, 72, 13, 1)) for x in (q, k, v)]
+    check(*odd, causal=True, impl=IMPL)
+
+
+def test_a_slice_of_a_longer_tensor_is_read_in_place() -> None:
+    q, k, v = cuda(Shape(b=3, sq=300, sk=400, h=6, hkv=4, d=64))
+    check(q[1:, 37:250, 2:4], k[1:, 101:300, 1:3], v[1:, 101:300, 2:4], causal=True, impl=IMPL)
+
+
+def test_q_k_and_v_of_one_projection() -> None:
+    packed = torch.randn(2, 200, 3, 4, 72, device="cuda", dtype=torch.bfloat16)
+    check(*packed.unbind(2), causal=True, impl=IMPL)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [(Shape(d=12), "head_dim=12"), (Shape(d=264), "head_dim=264"), (Shape(d=16, dv=8), "head_dim of v=8")],
+    ids=str,
+)
+def test_what_it_cannot_serve_is_refused_with_the_reason(shape: Shape, words: str) -> None:
+    with pytest.raises(fk.UnsupportedError, match=words):
+        fk.attention(*cuda(shape), impl=IMPL)
+
+
+# Pages
+
+
+@pytest.mark.parametrize("page_size", [64, 128, 192, 256])
+@pytest.mark.parametrize("feature", ["plain", "causal", "window"])
+@pytest.mark.parametrize("dim", [64, 72, 128])
+def test_paged(page_size: int, feature: str, dim: int) -> None:
+    shape = LARGE.but(b=len(LENGTHS[0]), d=dim)
+    check_paged(ragged(*LENGTHS, shape, torch.bfloat16, device="cuda"), page_size, **keywords(feature, shape, "cuda"))
+
+
+@each_half
+def test_paged_with_every_feature(dtype: torch.dtype) -> None:
+    shape = LARGE.but(b=len(LENGTHS[0]), d=96, dv=128)
+    check_paged(ragged(*LENGTHS, shape, dtype, device="cuda"), 64, **keywords(EVERYTHING, shape, "cuda"))
+
+
+def test_paged_decoding_of_many_sequences() -> None:
+    shape = Shape(b=40, h=32, hkv=4, d=128)
+    batch = ragged([1] * 40, [37 * i for i in range(40)], shape, torch.bfloat16, device="cuda")
+    check_paged(batch, 64, causal=True)
+
+
+def test_a_page_size_that_it_cannot_load_goes_to_the_reference() -> None:
+    batch = ragged([5, 9], [30, 47], Shape(h=4, hkv=2, d=64), torch.bfloat16, device="cuda")
+    pages = paged(batch, 16)
+    args = (batch.q, pages.k, pages.v, *batch.args[3:])
+    with pytest.raises(fk.UnsupportedError, match="page_size=16 is not a multiple of 64"):
+        fk.attention_varlen(*args, block_table=pages.table, impl=IMPL)
+    out = fk.attention_varlen(*args, block_table=pages.table)
+    oracle.assert_correct_varlen(out, None, *batch.tensors)
+
+
+def test_a_graph_of_a_paged_cache_replays_with_other_pages() -> None:
+    batch = ragged([1, 1], [300, 100], Shape(h=8, hkv=2, d=128), torch.bfloat16, device="cuda")
+    pages = paged(batch, 64)
+    args = (batch.q, pages.k, pages.v, batch.cu_q, batch.cu_k, 1, 320)
+    fk.attention_varlen(*args, block_table=pages.table, impl=IMPL)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fk.attention_varlen(*args, block_table=pages.table, impl=IMPL)
+    other = paged(batch, 64, seed=5)
+    for old, new in ((pages.k, other.k), (pages.v, other.v), (pages.table, other.table)):
+        old.copy_(new)
+    graph.replay()
+    oracle.assert_correct_varlen(out, None, *batch.tensors)
+
+
+# Keys in parts
+
+
+@pytest.mark.parametrize("feature", ["plain", "causal", "window", "softcap", "alibi2d", "sinks", "left+sinks"])
+@pytest.mark.parametrize("shape", [SMALL, SPLIT, SPLIT.but(sq=33, h=4, hkv=2, d=72), SPLIT.but(d=256)], ids=str)
+def test_few_tiles(shape: Shape, feature: str) -> None:
+    check(*cuda(shape), impl=IMPL, **keywords(feature, shape, "cuda"))
+
+
+def test_few_tiles_are_split() -> None:
+    for shape in (SPLIT, DECODE, SPLIT.but(sq=33, h=4, hkv=2, d=72)):
+        assert splits(*cuda(shape)) > 1
+        assert splits(*cuda(shape), causal=True) > 1
+        assert splits(*cuda(shape), window=(3000, 0)) > 1
+
+
+@each_half
+@pytest.mark.parametrize("kv_heads", [1, 8])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_one_query_and_very_many_keys(dtype: torch.dtype, kv_heads: int, dim: int) -> None:
+    check(*cuda(DECODE.but(hkv=kv_heads, d=dim), dtype), causal=True, impl=IMPL)
+
+
+def test_a_window_leaves_few_keys_for_each_part() -> None:
+    few = SPLIT.but(sq=60, h=2, hkv=1, sk=30_000)
+    assert splits(*cuda(few), window=(2500, 0)) > 1
+    check(*cuda(few), window=(2500, 0), impl=IMPL)
+    check(*cuda(SPLIT.but(sq=512, sk=300)), causal=True, impl=IMPL)
+
+
+# Poison
+
+
+@pytest.mark.parametrize("poison", [NAN, INF, -INF], ids=str)
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("shape", [Shape(b=2, sq=900, sk=900, h=40, hkv=40, d=64), SMALL.but(h=2, hkv=1)], ids=str)
+def test_poison_outside_the_window_reaches_nobody(poison: float, which: str, shape: Shape) -> None:
+    q, k, v = cuda(shape)
+    hidden = slice(shape.sk // 2, shape.sk // 2 + 20)
+    features: dict[str, Any] = {"window": (100, 30)}
+    clean, clean_lse = fk.attention(q, k, v, return_lse=True, impl=IMPL, **features)
+    largest = v.abs().max().item()
+    {"k": k, "v": v}[which][:, hidden] = poison
+    out, lse = fk.attention(q, k, v, return_lse=True, impl=IMPL, **features)
+    blind = torch.ones(shape.sq, dtype=torch.bool, device="cuda")
+    blind[hidden.start - 30 : hidden.stop + 100] = False
+    # The rows are made again in another order: each way rounds P to 16 bits (2^-9 of each term), and then the output.
+    torch.testing.assert_close(out[:, blind], clean[:, blind], atol=4 * 2**-9 * largest, rtol=0)
+    torch.testing.assert_close(lse[:, :, blind], clean_lse[:, :, blind])
+    assert not out[:, ~blind].isfinite().all()
+
+
+@pytest.mark.parametrize("poison", [NAN, INF, -INF], ids=str)
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_poison_behind_the_diagonal_of_a_split_tile(poison: float, which: str) -> None:
+    q, k, v = cuda(SPLIT)
+    assert splits(q, k, v, causal=True) > 1
+    clean, clean_lse = fk.attention(q, k, v, causal=True, return_lse=True, impl=IMPL)
+    largest = v.abs().max().item()
+    rows = 300
+    {"k": k, "v": v}[which][:, SPLIT.sk - SPLIT.sq + rows :] = poison
+    out, lse = fk.attention(q, k, v, causal=True, return_lse=True, impl=IMPL)
+    torch.testing.assert_close(out[:, :rows], clean[:, :rows], atol=4 * 2**-9 * largest, rtol=0)
+    torch.testing.assert_close(lse[:, :, :rows], clean_lse[:, :, :rows])
+    assert not out[:, rows:].isfinite().any()
+
+
+@pytest.mark.parametrize("poison", [NAN, INF, -INF], ids=str)
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+def test_poison_in_v_reaches_exactly_those_who_see_it(poison: float, sinks: bool) -> None:
+    shape = Shape(b=1, sq=300, sk=300, h=2, hkv=1, d=64)
+    q, k, v = cuda(shape)
+    v[:, 150] = poison
+    features = keywords("causal+sinks" if sinks else "causal", shape, "cuda")
+    check(q, k, v, impl=IMPL, **features)
+
+
+def test_poison_in_q_stays_in_its_row() -> None:
+    q, k, v = cuda(LARGE)
+    clean = fk.attention(q, k, v, causal=True, impl=IMPL)
+    q[:, 333] = NAN
+    out = fk.attention(q, k, v, causal=True, impl=IMPL)
+    assert out[:, 333].isnan().all()
+    others = [i for i in range(LARGE.sq) if i != 333]
+    torch.testing.assert_close(out[:, others], clean[:, others], atol=4 * 2**-9 * v.abs().max().item(), rtol=0)
+
+
+# Numbers that are hard on a softmax whose maximum is lazy
+
+
+def aligned(shape: Shape, logits: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs whose logits depend on the key's position j alone, but for a little noise: logits(j), with scale 1."""
+    q, k, v = cuda(shape, torch.float32, seed=7)
+    j = torch.arange(shape.sk, device="cuda", dtype=torch.float32)
+    along = torch.zeros(shape.d, device="cuda")
+    along[0] = 1.0
+    q = 0.05 * q + along
+    k = 0.05 * k + logits(j)[None, :, None, None] * along
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+LOGITS: dict[str, Callable[[Tensor], Tensor]] = {
+    "constant": lambda j: 0 * j + 3,
+    "grow-with-every-tile": lambda j: j / 8,
+    "grow-slowly": lambda j: j / 100,
+    "fall-with-every-tile": lambda j: -j / 8,
+    "fall-slowly": lambda j: -j / 100,
+    "grow-fast": lambda j: 10 * j,
+    "fall-fast": lambda j: -10 * j,
+    "one-in-the-first-tile": lambda j: 40.0 * (j == 3),
+    "one-in-the-last-tile": lambda j: 40.0 * (j == j.max() - 3),
+    "one-in-the-middle": lambda j: 300.0 * (j == 401),
+    "low-in-the-last-tile": lambda j: -10_000.0 * (j > j.max() - 200),
+    "low-in-the-first-tile": lambda j: -10_000.0 * (j < 200),
+    "saw": lambda j: (j % 97) / 3 + (j % 2) * 20,
+}
+
+
+@each_half
+@pytest.mark.parametrize("feature", ["plain", "causal", "window"])
+@pytest.mark.parametrize("logits", LOGITS.values(), ids=LOGITS.keys())
+def test_logits_by_position(logits: Callable[[Tensor], Tensor], feature: str, dtype: torch.dtype) -> None:
+    for shape in (Shape(b=1, sq=700, sk=900, h=2, hkv=2, d=64), Shape(b=4, sq=512, sk=900, h=40, hkv=4, d=128)):
+        inputs = aligned(shape, logits, dtype)
+        features = keywords(feature, shape, "cuda")
+        out, lse = fk.attention(*inputs, softmax_scale=1.0, return_lse=True, impl=IMPL, **features)
+        few = slice(shape.h - 2, shape.h)  # the oracle takes one head at a time
+        group = shape.h // shape.hkv
+        kv = slice(few.start // group, shape.hkv)
+        part = [inputs[0][:1, :, few], inputs[1][:1, :, kv], inputs[2][:1, :, kv]]
+        oracle.assert_correct(out[:1, :, few], lse[:1, few], *part, softmax_scale=1.0, **features)
+
+
+@each_half
+@pytest.mark.parametrize("feature", ["plain", "causal", "alibi", "sinks"])
+def test_scores_up_to_10_000(feature: str, dtype: torch.dtype) -> None:
+    shape = Shape(b=1, sq=300, sk=700, h=2, hkv=1, d=64)
+    q, k, v = cuda(shape, torch.float32)
+    q, k = 10 * q, 15 * k  # scores are sums of 64 products: their deviation is 20 * 15 * 8
+    check(q.to(dtype), k.to(dtype), v.to(dtype), softmax_scale=1.0, impl=IMPL, **keywords(feature, shape, "cuda"))
+
+
+@each_half
+@pytest.mark.parametrize("softcap", [0.01, 1.0, 50.0, 1000.0])
+def test_softcap_of_any_size(softcap: float, dtype: torch.dtype) -> None:
+    check(*cuda(SMALL.but(h=2, hkv=2), dtype), softcap=softcap, impl=IMPL)
+
+
+@each_half
+def test_equal_rows_and_equal_values(dtype: torch.dtype) -> None:
+    q, k, v = cuda(LARGE, dtype)
+    check(q * 0, k, v, impl=IMPL)
+    check(q, k * 0, v, causal=True, impl=IMPL)
+    check(q, k, torch.ones_like(v), causal=True, impl=IMPL)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tiny"), [(torch.float16, 2.0**-22), (torch.bfloat16, 2.0**-110)], ids=["fp16", "bf16"]
+)
+def test_tiny_numbers(dtype: torch.dtype, tiny: float) -> None:
+    q, k, v = cuda(LARGE, torch.float32)
+    check(q.to(dtype), k.to(dtype), (v * tiny).to(dtype), causal=True, impl=IMPL)
+    check((q * tiny).to(dtype), k.to(dtype), v.to(dtype), causal=True, impl=IMPL)
+    check(q.to(dtype), (k * tiny).to(dtype), v.to(dtype), softmax_scale=1.0, impl=IMPL)
+
+
+@each_half
+def test_rows_that_see_nothing(dtype: torch.dtype) -> None:
+    for shape in (Shape(b=1, sq=900, sk=200, h=2, hkv=1, d=72), Shape(b=2, sq=900, sk=200, h=80, hkv=8, d=64)):
+        inputs = cuda(shape, dtype)
+        with new_memory_is_nan():
+            out, lse = fk.attention(*inputs, causal=True, return_lse=True, impl=IMPL)
+        assert (out[:, :700] == 0).all() and (lse[:, :, :700] == -INF).all()
+        first = [x[:1, :, :1] for x in (out, *inputs)]
+        oracle.assert_correct(first[0], lse[:1, :1], *first[1:], causal=True)
+
+
+def test_sinks_of_any_size() -> None:
+    inputs = cuda(LARGE)
+    for value in (-INF, -1e4, 0.0, 88.0, 1e4):
+        check(*inputs, sinks=torch.full((6,), value, device="cuda"), causal=True, impl=IMPL)
+
+
+# Memory, streams and graphs
+
+
+@pytest.mark.parametrize("shape", [SPLIT, DECODE, Shape(b=1, sq=3, sk=700, h=28, hkv=4, d=96)], ids=str)
+def test_every_element_is_written_where_keys_are_split_and_heads_packed(shape: Shape) -> None:
+    inputs = cuda(shape)
+    with new_memory_is_nan():
+        out, lse = fk.attention(*inputs, causal=True, return_lse=True, impl=IMPL)
+    oracle.assert_correct(out, lse, *inputs, causal=True)
+
+
+def call(name: str) -> Callable[[], tuple[Tensor, Tensor]]:
+    """A prepared call: dense, in parts, ragged or paged."""
+    if name in ("ragged", "paged"):
+        batch = ragged(*LENGTHS, LARGE, torch.bfloat16, device="cuda")
+        if name == "ragged":
+            return lambda: fk.attention_varlen(*batch.args, causal=True, return_lse=True, impl=IMPL)
+        pages = paged(batch, 64)
+        args = (batch.q, pages.k, pages.v, *batch.args[3:])
+        return lambda: fk.attention_varlen(*args, block_table=pages.table, causal=True, return_lse=True, impl=IMPL)
+    shape = {"dense": Shape(b=4, sq=700, sk=1000, h=24, hkv=4, d=72), "split": SPLIT, "decode": DECODE}[name]
+    inputs = cuda(shape)
+    return lambda: fk.attention(*inputs, causal=name != "split", return_lse=True, impl=IMPL)
+
+
+each_call = pytest.mark.parametrize("name", ["dense", "split", "decode", "ragged", "paged"])
+
+
+def same(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@each_call
+def test_a_hundred_runs_agree_bit_for_bit(name: str) -> None:
+    run = call(name)
+    first = run()
+    runs = [run() for _ in range(100)]
+    assert all(same(first, again) for again in runs)
+
+
+@each_call
+def test_two_streams_at_once(name: str) -> None:
+    run = call(name)
+    want = run()
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    results = []
+    for _ in range(50):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(run())
+    torch.cuda.synchronize()
+    assert all(same(want, result) for result in results)
+
+
+@each_call
+def test_two_graphs_replayed_on_two_streams(name: str) -> None:
+    run = call(name)
+    want = run()
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    results = []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            results.append([run() for _ in range(5)])
+    streams = [torch.cuda.Stream() for _ in graphs]
+    torch.cuda.synchronize()
+    for _ in range(10):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    assert all(same(want, result) for captured in results for result in captured)
+
+
+def test_a_graph_and_calls_beside_it() -> None:
+    run = call("dense")
+    want = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    side, others = torch.cuda.Stream(), []
+    torch.cuda.synchronize()
+    for _ in range(20):
+        graph.replay()
+        with torch.cuda.stream(side):
+            others.append(run())
+    torch.cuda.synchronize()
+    assert same(want, captured) and all(same(want, other) for other in others)
+
+
+def test_the_first_call_of_a_signature_may_be_captured() -> None:
+    shape = Shape(b=3, sq=211, sk=307, h=4, hkv=2, d=56)  # of no other test
+    inputs = cuda(shape)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = fk.attention(*inputs, causal=True, return_lse=True, impl=IMPL)
+    for _ in range(3):
+        out.zero_()
+        graph.replay()
+        oracle.assert_correct(out, lse, *inputs, causal=True)
+
+
+@each_call
+def test_a_call_never_waits_for_the_gpu(name: str) -> None:
+    run = call(name)
+    run()
+    with syncs_are_errors():
+        run()
+
+
+def test_a_call_leaves_no_memory_behind() -> None:
+    for name in ("split", "ragged"):
+        run = call(name)
+        run()
+        before = torch.cuda.memory_allocated()
+        for _ in range(10):
+            run()
+        assert torch.cuda.memory_allocated() == before
+
+
+# The registered op
+
+
+def op_arguments(**features: Any) -> tuple[Any, ...]:
+    q, k, v = cuda(Shape(b=2, sq=40, sk=70, h=4, hkv=2, d=64))
+    sides = [features.get(name) for name in ("alibi_slopes", "sinks")]
+    causal, softcap = features.get("causal", False), features.get("softcap", 0.0)
+    window = features.get("window", (-1, -1))
+    return (
+        *(x.requires_grad_() for x in (q, k, v)), *sides, None, None, None, None, 0, 0, causal, 0.125, *window,
+        softcap, "bshd", True, IMPL,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("feature", ["plain", "causal+softcap+sinks"])
+def test_opcheck(feature: str) -> None:
+    arguments = op_arguments(**keywords(feature, Shape(h=4), "cuda"))
+    torch.library.opcheck(torch.ops.flashkernels.attention.default, arguments)
+
+
+def test_opcheck_of_a_ragged_and_a_paged_batch() -> None:
+    batch = ragged([30, 0, 20], [70, 5, 64], Shape(h=4, hkv=2, d=64), torch.bfloat16, device="cuda")
+    pages = paged(batch, 64)
+    rest = (batch.max_q, batch.max_k, True, 0.125, -1, -1, 0.0, "bshd", True, IMPL)
+    op = torch.ops.flashkernels.attention.default
+    torch.library.opcheck(op, (*batch.args[:3], None, None, None, batch.cu_q, batch.cu_k, None, *rest))
+    torch.library.opcheck(op, (batch.q, pages.k, pages.v, None, None, None, batch.cu_q, batch.cu_k, pages.table, *rest))
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_compiled_in_one_graph_gives_the_same(dynamic: bool) -> None:
+    torch._dynamo.reset()
+    run = lambda q, k, v: fk.attention(q * 1.0, k, v, causal=True, impl=IMPL) + 1  # noqa: E731
+    compiled = torch.compile(run, fullgraph=True, dynamic=dynamic)
+    for seq in (128, 200):
+        q, k, v = cuda(LARGE.but(sq=seq, sk=seq))
+        torch.testing.assert_close(compiled(q, k, v), run(q, k, v))
+
+
+def test_compiled_paged_call_gives_the_same() -> None:
+    torch._dynamo.reset()
+    batch = ragged(*LENGTHS, LARGE, torch.bfloat16, device="cuda")
+    pages = paged(batch, 128)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        out = fk.attention_varlen(q, k, v, *batch.args[3:], block_table=table, causal=True, impl=IMPL)
+        assert isinstance(out, Tensor)
+        return out * 2
+
+    compiled = torch.compile(run, fullgraph=True)
+    inputs = (batch.q, pages.k, pages.v, pages.table)
+    torch.testing.assert_close(compiled(*inputs), run(*inputs))
+
+
+# Tiles
+
+
+def test_a_tile_for_another_kernel_is_not_taken() -> None:
+    inputs = cuda(LARGE)
+    with fk.use_tile("standard"):
+        out = fk.attention(*inputs, causal=True)
+        assert torch.equal(out, fk.attention(*inputs, causal=True, impl="triton"))
+
+
+def test_every_tile_computes_the_same() -> None:
+    inputs = cuda(Shape(b=1, sq=500, sk=600, h=4, hkv=2, d=64))
+    for tile in {variant.tile for variant in VARIANTS if variant.head_dim == 64 == variant.head_dim_v}:
+        with fk.use_tile(tile=tile):
+            check(*inputs, impl=IMPL)
+
+
+def test_keys_of_random_lengths_and_places() -> None:
+    """Long queues of tiles: every block takes many, of every kind."""
+    draw = generator(3)
+    for _ in range(4):
+        lens_q, lens_k = (torch.randint(0, 700, (40,), generator=draw).tolist() for _ in range(2))
+        check_varlen(ragged(lens_q, lens_k, LARGE, torch.bfloat16, device="cuda"), causal=True, impl=IMPL)

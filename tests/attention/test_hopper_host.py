@@ -1,0 +1,196 @@
+"""The Hopper kernel's Python side, which needs no GPU: when it declines, what it asks of tensors, what it compiles."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+import flashkernels as fk
+from flashkernels.attention.api import IMPLS, needs_hopper
+from flashkernels.attention.hopper import source
+from flashkernels.attention.hopper.source import HopperTile, Variant
+from flashkernels.attention.hopper.variants import VARIANTS, label
+from flashkernels.attention.problem import AttentionProblem
+from flashkernels.attention.tensors import unaddressable
+from flashkernels.dispatch import select
+from flashkernels.hardware import lookup
+
+from .examples import examples
+
+PROBLEM = AttentionProblem(batch=4, seq_q=4096, seq_k=4096, heads=28, kv_heads=28, head_dim=72, causal=True)
+RAGGED: dict[str, Any] = {"varlen": True, "total_q": 9000, "total_k": 9000}
+
+REASONS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "cpu": ({"device": "cpu"}, "h200", "needs a Hopper GPU, the tensors are on cpu"),
+    "a100": ({}, "a100", "needs compute capability 9.0, NVIDIA A100-SXM4-80GB has 8.0"),
+    "b200": ({}, "b200", "needs compute capability 9.0, NVIDIA B200 has 10.0"),
+    "fp32": ({"dtype": "fp32"}, "h200", "has no fp32 kernel"),
+    "d-12": ({"head_dim": 12, "head_dim_v": 72}, "h200", "head_dim=12 is not a multiple of 8"),
+    "d-8": ({"head_dim": 8}, "h200", "head_dim=8 is not in 16 to 256"),
+    "d-264": ({"head_dim": 264}, "h200", "head_dim=264 is not in 16 to 256"),
+    "dv-20": ({"head_dim_v": 20}, "h200", "head_dim of v=20 is not a multiple of 8"),
+    "dv-512": ({"head_dim_v": 512}, "h200", "head_dim of v=512 is not in 16 to 256"),
+    "mask": ({"mask": "bool"}, "h200", "takes no mask tensor"),
+    "page": ({"page_size": 16, **RAGGED}, "h200", "page_size=16 is not a multiple of 64"),
+    "tma": ({"unaddressable": "k: its strides"}, "h200", "TMA cannot read k: its strides"),
+    "no-queries": ({"seq_q": 0}, "h200", "an empty problem has nothing to load"),
+    "no-keys": ({"seq_k": 0}, "h200", "an empty problem has nothing to load"),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_it_declines_with_the_reason(name: str) -> None:
+    changes, key, words = REASONS[name]
+    problem, gpu = replace(PROBLEM, **{"head_dim_v": changes.get("head_dim", 72)} | changes), lookup(key)
+    reason = needs_hopper(problem, gpu)
+    assert reason is not None and reason.startswith(words)
+    with pytest.raises(fk.UnsupportedError, match=re.escape(f"impl='hopper' cannot serve this call: hopper: {words}")):
+        select(IMPLS, problem, gpu, "hopper")
+    assert select(IMPLS, problem, gpu).name != "hopper"
+
+
+@pytest.mark.parametrize("key", ["h100", "h100-pcie", "h200"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"dtype": "fp16"}, {"head_dim_v": 256}, {"positive_scale": False}, RAGGED, RAGGED | {"page_size": 128},
+        {"window": (5, 3), "softcap": True, "alibi": True, "sinks": True},
+    ],
+    ids=str,
+)
+def test_it_serves_everything_else_on_a_hopper(key: str, changes: dict[str, Any]) -> None:
+    problem = replace(PROBLEM, **changes)
+    assert needs_hopper(problem, lookup(key)) is None
+    assert select(IMPLS, problem, lookup(key)).name == "hopper"
+
+
+def test_without_a_gpu_it_declines() -> None:
+    assert needs_hopper(PROBLEM, None) == "needs a Hopper GPU, the tensors are on cuda"
+
+
+def test_pages_that_it_declines_go_to_the_reference() -> None:
+    problem = replace(PROBLEM, page_size=16, **RAGGED)
+    assert select(IMPLS, problem, lookup("h200")).name == "torch"
+    assert select(IMPLS, replace(problem, page_size=64), lookup("a100")).name == "torch"
+
+
+def test_a_tile_says_whose_it_is() -> None:
+    gpu = lookup("h200")
+    with fk.use_tile("standard"):
+        assert select(IMPLS, PROBLEM, gpu).name == "triton"
+    with fk.use_tile(tile=HopperTile(2, 128)):
+        assert select(IMPLS, PROBLEM, gpu).name == "hopper"
+        with pytest.raises(fk.UnsupportedError, match="use_tile asks for 128x128-s2, which is another kernel's"):
+            select(IMPLS, PROBLEM, gpu, "triton")
+
+
+# What TMA can read
+
+
+HALF = torch.zeros(2, 6, 4, 24, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (HALF, ""),
+        (HALF.transpose(1, 2), ""),
+        (HALF[:, 1:5, 2:], ""),
+        (HALF[..., :16], ""),
+        (HALF[:1, :, :1].as_strided((1, 6, 1, 24), (5, 96, 7, 1)), ""),  # nobody steps over a size of 1
+        (HALF[0], ""),
+        (HALF[:0], "shape (0, 6, 4, 24) is empty"),
+        (HALF[..., 1:], "its address is a multiple of 2 bytes, not of 16"),
+        (HALF[..., 4:], "its address is a multiple of 8 bytes, not of 16"),
+        (HALF[..., ::2], "its last dimension has stride 2, not 1"),
+        (HALF.transpose(2, 3), "its last dimension has stride 24, not 1"),
+        (torch.zeros(2, 6, 4, 20, dtype=torch.bfloat16), "its strides (480, 80, 20, 1) are not all multiples of 16"),
+        (HALF[:, :, :1].expand(2, 6, 4, 24), "its strides (576, 96, 0, 1) are not all multiples of 16 bytes"),
+    ],
+    ids=range(13),
+)
+def test_unaddressable(x: torch.Tensor, words: str) -> None:
+    said = unaddressable(x)
+    assert said.startswith(words) and bool(said) == bool(words)
+
+
+# The source of a variant
+
+
+def chunks(dim: int, dim_v: int = 0, **knobs: bool) -> tuple[int, ...]:
+    return Variant(dim, dim_v or dim, HopperTile(2, 64, **knobs)).chunks
+
+
+def test_chunks_are_as_wide_as_fits_exactly() -> None:
+    assert chunks(64) == (64, 1, 0, 64, 1)
+    assert chunks(72) == (64, 1, 16, 16, 5)
+    assert chunks(96) == (64, 1, 32, 32, 3)
+    assert chunks(112) == (64, 2, 0, 16, 7)  # 48 columns are no single chunk: K is padded to 128
+    assert chunks(16, 256) == (16, 1, 0, 64, 4)
+    assert chunks(48, 32) == (64, 1, 0, 32, 1)  # and here to 64
+    assert chunks(32, 48) == (32, 1, 0, 16, 3)
+    assert chunks(72, wide_v=True) == (64, 1, 16, 64, 2)
+    assert chunks(72, wide_k=True, wide_v=True) == (64, 2, 0, 64, 2)
+
+
+@given(st.sampled_from(VARIANTS))
+def test_chunks_cover_the_head(one: Variant) -> None:
+    k_width, k_chunks, k_rest, v_width, v_chunks = one.chunks
+    assert {k_width, v_width} <= {16, 32, 64} and k_rest in (0, 16, 32)
+    assert one.head_dim <= k_width * k_chunks + k_rest < one.head_dim + 64
+    assert one.head_dim_v <= v_width * v_chunks < one.head_dim_v + 64
+
+
+def test_shared_memory_is_the_sum_of_its_parts() -> None:
+    one = Variant(64, 64, HopperTile(2, 128, 2))
+    q, kv, barriers, mail, notes = 2 * 64 * 128, 2 * 2 * 128 * 128, 8 * (2 * 2 + 4 * 2 + 4), 64, 2 * 16
+    assert one.shared == q + kv + barriers + mail + notes
+    assert one.threads == 384
+    assert (one.queries, replace(one, pack=7).queries, replace(one, pack=64).queries) == (128, 18, 2)
+
+
+def test_config_has_every_constant_once() -> None:
+    one = Variant(72, 104, HopperTile(3, 96, 3, pingpong=True), right=True, pack=4)
+    lines = source.config(one).splitlines()
+    assert lines[0] == "#pragma once"
+    for line in (
+        "constexpr int D = 72;", "constexpr int DV = 104;", "constexpr int BLOCK_N = 96;", "constexpr int PACK = 4;",
+        "constexpr bool RIGHT = true;", "constexpr bool LEFT = false;", "constexpr bool PINGPONG = true;",
+        "constexpr int CONSUMER_REGISTERS = 160;", "#define CLUSTERED 0",
+        f"constexpr int SHARED_MEMORY = {one.shared};",
+    ):  # fmt: skip
+        assert lines.count(line) == 1, line
+    names = [line.split(" = ")[0] for line in lines]
+    assert len(names) == len({*names})
+
+
+def test_mma_has_the_exact_sizes() -> None:
+    text = source.mma(Variant(72, 104, HopperTile(2, 96), fp16=True))
+    assert re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", text) == [
+        f"m64n{n}k16.f32.f16.f16" for n in (96, 96, 104)
+    ]
+    assert "float (&d)[48], u64 a, u64 b, int add" in text and "float (&d)[52], const u32* a, u64 b)" in text
+    assert "bf16" not in text and "n72k16" in source.mma(Variant(64, 72, HopperTile(2, 96)))
+
+
+def test_every_header_is_sent_and_no_other_is_included() -> None:
+    sent = source.headers(VARIANTS[0])
+    included = re.findall(r'#include "(.*?)"', "\n".join([source.main_file(), *sent.values()]))
+    assert {*included} == {*sent}
+    assert "#include <" not in source.main_file() + "".join(sent.values())
+
+
+# The fixed list is reached: test_hopper.py runs it on a GPU
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=label)
+@settings(max_examples=5)
+@given(st.data())
+def test_a_call_reaches_each_variant(variant: Variant, data: st.DataObject) -> None:
+    example = data.draw(examples(variant))
+    assert needs_hopper(example.problem(), lookup("h200")) is None

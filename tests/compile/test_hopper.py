@@ -1,0 +1,125 @@
+"""The Hopper kernel, compiled for sm_90a without a GPU: a sample, always the same. `make compile-all` has all."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+
+from flashkernels.attention.hopper import build, source, tiles
+from flashkernels.attention.hopper.source import Variant
+from flashkernels.attention.hopper.variants import DIMS, EVERYTHING, VARIANTS, label, variant
+from flashkernels.attention.problem import AttentionProblem
+from flashkernels.jit import nvrtc
+
+SAMPLE = (
+    *(variant(dim, right=right) for dim in (64, 72, 128, 256) for right in (False, True)),
+    variant(72, **EVERYTHING[-1]),
+    variant(192, 128, left=True, fp16=True),
+    next(one for one in VARIANTS if one.split and one.pack == 8 and one.head_dim == 64),
+    next(one for one in VARIANTS if one.tile.q_in_registers and one.tile.groups == 3),
+)
+
+
+@pytest.fixture(autouse=True)
+def _compiler() -> None:
+    try:
+        nvrtc.find()
+    except nvrtc.CompilerMissing as error:
+        pytest.skip(str(error))
+
+
+def products(one: Variant) -> int:
+    """wgmma instructions: the loop over keys is there two steps at a time, for each kind of mask, and once more for an
+    odd end; the first Q·Kᵀ and the last P·V of a tile are there twice (a split tile is a block's only one: once)."""
+    steps = 2 * (1 + one.left + one.right) + 1
+    return (steps + (1 if one.split else 2)) * (-(-one.head_dim // 16) + one.tile.block_n // 16)
+
+
+@pytest.mark.parametrize("one", SAMPLE, ids=label)
+def test_a_variant_is_compiled_as_it_should_be(one: Variant) -> None:
+    made = build.build(one)
+    assert made.faults == []
+    assert made.resources.registers <= build.most_registers(one)
+    assert made.resources.shared == one.shared <= tiles.SHARED_LIMIT == 232448
+    assert made.resources.count("HGMMA") == products(one)
+    if one.head_dim <= 128 and one in SAMPLE[:8]:
+        assert (made.spills, made.reloads) == (0, 0)
+
+
+def test_the_gate_sees_serialised_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel with one more wait-free read of an accumulator in flight."""
+    broken = source.main_file().replace("    issue_pv(weights);\n", "    issue_pv(weights);\n    o[0] += 1.f;\n", 1)
+    assert broken != source.main_file()
+    monkeypatch.setattr(source, "main_file", lambda: broken)
+    assert any("wgmma is serialised" in fault for fault in build.build(variant(64)).faults)
+
+
+def test_the_list_is_short_distinct_and_legal() -> None:
+    assert len(VARIANTS) == len({*VARIANTS}) == len({label(one) for one in VARIANTS}) <= 150
+    for one in VARIANTS:
+        assert_legal(one)
+
+
+def test_the_list_has_every_flag_size_and_pattern() -> None:
+    flags = ("fp16", "left", "right", "softcap", "alibi", "sinks", "negative", "varlen", "paged", "split")
+    for flag in flags:
+        assert {getattr(one, flag) for one in VARIANTS} == {False, True}, flag
+    for right in (False, True):
+        defaults = {variant(dim, right=right) for dim in DIMS}
+        assert {one.head_dim for one in defaults} == {*range(16, 257, 8)} and defaults <= {*VARIANTS}
+    knobs = (source.HopperTile(1, 64), source.HopperTile(1, 64, wide_v=True, wide_k=True))
+    anything = [variant(dim, tile=tile) for dim in DIMS for tile in knobs]
+    assert {one.chunks[:3] for one in VARIANTS} == {one.chunks[:3] for one in anything}
+    assert {one.chunks[3:] for one in VARIANTS} == {one.chunks[3:] for one in anything}
+    assert {1, 3, 4, 7, 8} <= {one.pack for one in VARIANTS}
+    assert {one.tile.groups for one in VARIANTS} == {1, 2, 3}
+    assert any(one.tile.cluster > 1 for one in VARIANTS) and any(one.tile.q_in_registers for one in VARIANTS)
+    assert {(192, 128), (64, 256), (16, 256), (256, 16)} <= {(one.head_dim, one.head_dim_v) for one in VARIANTS}
+
+
+# What `tiles.choose` may return
+
+
+def assert_legal(one: Variant) -> None:
+    """The rules that the kernel's static_asserts state."""
+    tile = one.tile
+    assert one.shared <= tiles.SHARED_LIMIT
+    assert 1 <= tile.groups <= 3 and tile.block_n % 16 == 0 and tile.block_n <= 256
+    assert not tile.pingpong or tile.groups > 1
+    if one.right:
+        assert -(-(tile.groups - 1) * (64 // one.pack) // tile.block_n) <= tile.stages  # or the K ring runs dry
+    if tile.cluster > 1:
+        assert not (one.left or one.right or one.varlen or one.paged or one.split)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> AttentionProblem:
+    kv_heads, size = draw(st.integers(1, 16)), st.integers(1, 10) | st.integers(1, 20_000)
+    varlen = draw(st.booleans())
+    batch, seq_q, seq_k = draw(st.integers(1, 64)), draw(size), draw(size)
+    reach, dims = st.just(-1) | st.integers(0, 5000), st.sampled_from(DIMS)
+    return AttentionProblem(
+        batch=batch, seq_q=seq_q, seq_k=seq_k, heads=kv_heads * draw(st.integers(1, 70)), kv_heads=kv_heads,
+        head_dim=draw(dims), head_dim_v=draw(st.just(0) | dims), dtype=draw(st.sampled_from(["fp16", "bf16"])),
+        causal=draw(st.booleans()), window=(draw(reach), draw(reach)), softcap=draw(st.booleans()),
+        positive_scale=draw(st.booleans()), alibi=draw(st.booleans()), sinks=draw(st.booleans()), varlen=varlen,
+        total_q=batch * seq_q // 2 if varlen else 0, total_k=batch * seq_k // 2 if varlen else 0,
+        page_size=64 * draw(st.integers(0, 4)) if varlen else 0,
+    )  # fmt: skip
+
+
+@given(problems(), st.sampled_from([78, 114, 132]))
+def test_any_choice_is_legal(problem: AttentionProblem, multiprocessors: int) -> None:
+    choice = tiles.choose(problem, multiprocessors)
+    one, tile = choice.variant, choice.variant.tile
+    assert_legal(one)
+    assert 1 <= choice.splits <= tiles.MOST_SPLITS and one.split == (choice.splits > 1)
+    group = problem.heads // problem.kv_heads
+    assert 1 <= one.pack <= 64 and group % one.pack == 0
+    assert (one.head_dim, one.head_dim_v) == (problem.head_dim, problem.head_dim_v)
+    if one.split:
+        count = tiles.query_tiles(problem, tile, one.pack)
+        assert not problem.varlen and count * tile.groups <= tiles.SPLIT_TILES
+        assert count * choice.splits <= multiprocessors
+    left, right = problem.band
+    assert (one.left, one.right, one.paged) == (left >= 0, right >= 0, problem.page_size > 0)
