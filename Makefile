@@ -7,7 +7,7 @@ PY := .venv/bin/python
 READY := .venv/.ready
 TRITON := 3.6.0
 JOBS := 2
-SUITES := headdims scaling seqlens features shapes
+SUITES := headdims scaling seqlens features shapes fp8
 RUN = PYTHONPATH=$(CURDIR)/src $(PY) -m
 
 # Nothing from the machine's own Python set-up may leak into .venv.

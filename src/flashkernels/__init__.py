@@ -14,8 +14,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flashkernels.attention.api import attention as attention, attention_varlen as attention_varlen
     from flashkernels.attention.explain import explain as explain
+    from flashkernels.attention.fp8 import quantise_qkv as quantise_qkv
     from flashkernels.attention.module import Attention as Attention
     from flashkernels.dispatch import UnsupportedError as UnsupportedError
+    from flashkernels.fused.activation import (
+        geglu as geglu,
+        gelu as gelu,
+        relu2_glu as relu2_glu,
+        swiglu as swiglu,
+    )
+    from flashkernels.fused.norm import layer_norm as layer_norm, rms_norm as rms_norm
+    from flashkernels.fused.rope import rope as rope, rope_tables as rope_tables
+    from flashkernels.fused.softmax import log_softmax as log_softmax, softmax as softmax
     from flashkernels.hardware import Gpu as Gpu, detect as detect
     from flashkernels.tiling import TilingError as TilingError, use_tile as use_tile
 
@@ -30,6 +40,17 @@ _MODULES = {
     "attention_varlen": "flashkernels.attention.api",
     "detect": "flashkernels.hardware",
     "explain": "flashkernels.attention.explain",
+    "geglu": "flashkernels.fused.activation",
+    "gelu": "flashkernels.fused.activation",
+    "layer_norm": "flashkernels.fused.norm",
+    "log_softmax": "flashkernels.fused.softmax",
+    "quantise_qkv": "flashkernels.attention.fp8",
+    "relu2_glu": "flashkernels.fused.activation",
+    "rms_norm": "flashkernels.fused.norm",
+    "rope": "flashkernels.fused.rope",
+    "rope_tables": "flashkernels.fused.rope",
+    "softmax": "flashkernels.fused.softmax",
+    "swiglu": "flashkernels.fused.activation",
     "use_tile": "flashkernels.tiling",
 }
 __all__ = list(_MODULES)

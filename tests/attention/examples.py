@@ -33,13 +33,15 @@ class Example:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of the tensors to draw, those of FP8 before they are quantised."""
         return torch.float16 if self.variant.fp16 else torch.bfloat16
 
     def problem(self) -> AttentionProblem:
         v, s = self.variant, self.shape
+        dtype = "fp8" if v.fp8 else "fp16" if v.fp16 else "bf16"
         plain = AttentionProblem(
             batch=s.b, seq_q=s.sq, seq_k=s.sk, heads=s.h, kv_heads=s.hkv, head_dim=s.d, head_dim_v=s.dim_v,
-            dtype="fp16" if v.fp16 else "bf16", causal=self.causal, window=self.window, softcap=v.softcap,
+            dtype=dtype, causal=self.causal, window=self.window, softcap=v.softcap,
             positive_scale=not v.negative, alibi=v.alibi, sinks=v.sinks, page_size=self.page_size,
         )  # fmt: skip
         if not v.varlen:

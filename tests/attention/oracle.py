@@ -6,6 +6,7 @@ lines in the inputs' own dtype say how wrong plain torch is. The tolerance follo
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -165,9 +166,12 @@ def _dense(
 def _head(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, softmax_scale: float | None = None,
     window: tuple[int, int] = (-1, -1), softcap: float = 0.0, slope: Tensor | None, sink: Tensor | None,
-    mask: Tensor | None,
+    mask: Tensor | None, eight_bits: bool = False,
 ) -> Answer:  # fmt: skip
-    """One head of one sequence: q (S_q, D), k (S_k, D), v (S_k, D_v), mask (S_q, S_k), scalars slope and sink."""
+    """One head of one sequence: q (S_q, D), k (S_k, D), v (S_k, D_v), mask (S_q, S_k), scalars slope and sink.
+
+    With `eight_bits` the weights are rounded to FP8, as they must be where the tensor cores multiply FP8.
+    """
     seq_q, seq_k = q.shape[0], k.shape[0]
     row = torch.arange(seq_q, device=q.device)[:, None] + seq_k - seq_q  # the key each query is aligned with
     key = torch.arange(seq_k, device=q.device)[None, :]
@@ -200,12 +204,21 @@ def _head(
         blind &= sink == float("-inf")
     scores = scores.masked_fill(blind[:, None], 0.0)
     lse = torch.logsumexp(scores, 1) if scores.shape[1] else scores.new_zeros(seq_q)
-    weights = torch.softmax(scores, 1)[:, :seq_k].masked_fill(~visible, 0.0).to(v.dtype)
+    weights = _eight_bit_softmax(scores, seq_k) if eight_bits else torch.softmax(scores, 1)
+    weights = weights[:, :seq_k].masked_fill(~visible, 0.0).to(v.dtype)
     return Answer(
         out=_weighted_sum(weights, visible, v),
         lse=lse.masked_fill(blind, float("-inf")),
         terms=_weighted_sum(weights.detach() ** 2, visible, v.detach() ** 2).sqrt(),
     )
+
+
+def _eight_bit_softmax(scores: Tensor, keys: int) -> Tensor:
+    """Weights in e4m3 over their unrounded sum. The reference is a power of two, so that the largest weight of a row is
+    between 8 and 16: e4m3 has 3 bits, fewer below 2^-6, none below 2^-10, and ends at 448."""
+    logits = scores * math.log2(math.e)
+    weights = torch.exp2(logits - (logits[:, :keys].amax(1, keepdim=True).ceil() - 4))
+    return weights.to(torch.float8_e4m3fn).to(scores.dtype) / weights.sum(1, keepdim=True)
 
 
 def _weighted_sum(weights: Tensor, visible: Tensor, v: Tensor) -> Tensor:

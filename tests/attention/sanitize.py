@@ -16,7 +16,7 @@ import torch
 
 import flashkernels as fk
 
-from . import oracle
+from . import fp8, oracle
 from .cases import EVERYTHING, Shape, keywords, paged, qkv, ragged
 
 CASES = (
@@ -114,6 +114,17 @@ def negative() -> None:
     done(shape, "scale below 0")
 
 
+def eight_bits() -> None:
+    """FP8: V is transposed first, with ends of keys and columns; scales for each block; packed heads, keys in parts."""
+    for features, shape in (
+        ("causal+sinks", Shape(b=1, sq=150, sk=201, h=2, hkv=1, d=80, dv=48)),
+        ("alibi2d", Shape(b=1, sq=3, sk=2500, h=8, hkv=1, d=128)),
+    ):
+        fp8.check(fp8.quantised(shape, "cuda", per_block=True), "hopper", **keywords(features, shape, "cuda"))
+        torch.cuda.synchronize()
+        done(shape, features, fp8.E4M3)
+
+
 def main(impl: str = "triton") -> None:
     os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # read at the first allocation
     dense(impl)
@@ -122,6 +133,7 @@ def main(impl: str = "triton") -> None:
         pages()
         poison()
         negative()
+        eight_bits()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import flashkernels as fk
 
 from . import oracle
 from .cases import FEATURES, NO_MASK, Shape, float_mask, keywords, qkv, ragged
+from .gradients import check, check_varlen, leaves
 
 INF = float("inf")
 SMALL = Shape(b=2, sq=9, sk=14, h=4, hkv=2, d=8, dv=5)
@@ -24,49 +25,6 @@ interpreter = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 before triton is imported"
 )
 impls = pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=interpreter)])
-
-
-def leaves(*tensors: Tensor) -> list[Tensor]:
-    return [x.detach().clone().requires_grad_() for x in tensors]
-
-
-def weights_like(*tensors: Tensor) -> list[Tensor]:
-    """Fixed gradients of the outputs; a -inf log-sum-exp has none."""
-    gen = torch.Generator().manual_seed(9)
-    return [
-        torch.randn(x.shape, generator=gen, dtype=torch.float64).masked_fill(x.detach().cpu() == -INF, 0.0)
-        for x in tensors
-    ]
-
-
-def gradients(outputs: tuple[Tensor, ...], inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    weights = weights_like(*outputs)
-    return torch.autograd.grad(outputs, inputs, [w.to(x) for w, x in zip(weights, outputs, strict=True)])
-
-
-def assert_same_gradients(
-    got: tuple[Tensor, ...], plain: tuple[Tensor, ...], want: tuple[Tensor, ...], dtype: torch.dtype
-) -> None:
-    """At most twice the error that autograd makes through plain torch in the same dtype, and a few roundings."""
-    for i, (g, p, w) in enumerate(zip(got, plain, want, strict=True)):
-        oracle.assert_close(g, p, w, w.abs().max().expand_as(w) if w.numel() else w, dtype, name=f"gradient {i}")
-
-
-def check(
-    q: Tensor, k: Tensor, v: Tensor, *, impl: str, with_lse: bool = True, also: tuple[str, ...] = (), **features: Any
-) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and of the features named in `also`."""
-    tensors = (q, k, v, *(features[name] for name in also))
-
-    def run(function: Any, dtype: torch.dtype | None) -> tuple[Tensor, ...]:
-        inputs = leaves(*(x if dtype is None else x.to(dtype) for x in tensors))
-        out, lse = function(*inputs[:3], **{**features, **dict(zip(also, inputs[3:], strict=True))})[:2]
-        return gradients((out, lse) if with_lse else (out,), inputs)
-
-    got = run(lambda *a, **f: fk.attention(*a, return_lse=True, impl=impl, **f), None)
-    assert_same_gradients(got, run(oracle.naive, None), run(oracle.attention, torch.float64), q.dtype)
-    assert all(g.dtype == x.dtype and g.shape == x.shape for g, x in zip(got, tensors, strict=True))
-    return got
 
 
 # The chunked recompute is exact
@@ -338,19 +296,8 @@ def test_poison_that_nobody_sees_reaches_no_gradient(kind: str, which: str) -> N
 @pytest.mark.parametrize("feature", NO_MASK)
 def test_varlen(feature: str, impl: str) -> None:
     shape = SMALL.but(b=3)
-    batch = ragged(*LENGTHS, shape)
     features = keywords(feature, shape)
-    also = ("sinks",) if "sinks" in features else ()
-    tensors = (batch.q, batch.k, batch.v, *(features[name] for name in also))
-
-    def run(function: Any, lengths: tuple[Any, ...], dtype: torch.dtype | None, **options: Any) -> tuple[Tensor, ...]:
-        inputs = leaves(*(x if dtype is None else x.to(dtype) for x in tensors))
-        named = {**features, **dict(zip(also, inputs[3:], strict=True)), **options}
-        return gradients(function(*inputs[:3], *lengths, **named)[:2], inputs)
-
-    got = run(fk.attention_varlen, batch.args[3:], None, return_lse=True, impl=impl)
-    plain = run(oracle.naive_varlen, batch.args[3:5], None)
-    assert_same_gradients(got, plain, run(oracle.attention_varlen, batch.args[3:5], torch.float64), torch.float32)
+    check_varlen(ragged(*LENGTHS, shape), impl=impl, also=("sinks",) if "sinks" in features else (), **features)
 
 
 @pytest.mark.parametrize("lengths", [([], []), ([0, 0], [0, 0]), ([3], [0]), ([0], [3])], ids=str)

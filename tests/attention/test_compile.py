@@ -44,7 +44,7 @@ def op_arguments(
         q, k, v = (x.requires_grad_() for x in (q, k, v))
     sides = [features.get(name) for name in ("alibi_slopes", "sinks", "mask")]
     return (
-        q, k, v, *sides, cu_q, cu_k, None, max_q, max_k, features.get("causal", False),
+        q, k, v, *sides, cu_q, cu_k, None, None, None, None, max_q, max_k, features.get("causal", False),
         features.get("softmax_scale", 0.5), *features.get("window", (-1, -1)), features.get("softcap", 0.0), layout,
         lse, "torch",
     )  # fmt: skip

@@ -65,8 +65,8 @@ BAD_DENSE: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = 
     "all-of-integers": (
         {name: zeros(2, 8, 2, 16, dtype=torch.int64) for name in "qkv"}, TypeError, ("q", "int64")
     ),
-    "all-of-fp8": (
-        {name: zeros(2, 8, 2, 16).to(torch.float8_e4m3fn) for name in "qkv"}, TypeError, ("q", "float8_e4m3fn")
+    "all-of-another-fp8": (
+        {name: zeros(2, 8, 2, 16).to(torch.float8_e5m2) for name in "qkv"}, TypeError, ("q", "float8_e5m2")
     ),
     "dtype-of-k": ({"k": zeros(2, 8, 2, 16, dtype=torch.float16)}, TypeError, ("k", "float16", "float32")),
     "dtype-of-v": ({"v": zeros(2, 8, 2, 16, dtype=torch.bfloat16)}, TypeError, ("v", "bfloat16", "float32")),

@@ -34,6 +34,8 @@ REASONS: dict[str, tuple[dict[str, Any], str, str]] = {
     "d-8": ({"head_dim": 8}, "h200", "head_dim=8 is not in 16 to 256"),
     "d-264": ({"head_dim": 264}, "h200", "head_dim=264 is not in 16 to 256"),
     "dv-20": ({"head_dim_v": 20}, "h200", "head_dim of v=20 is not a multiple of 8"),
+    "fp8-d72": ({"dtype": "fp8"}, "h200", "head_dim=72 is not a multiple of 16: TMA cannot address its rows"),
+    "fp8-dv-24": ({"dtype": "fp8", "head_dim": 64, "head_dim_v": 24}, "h200", "head_dim of v=24 is not a multiple"),
     "dv-512": ({"head_dim_v": 512}, "h200", "head_dim of v=512 is not in 16 to 256"),
     "mask": ({"mask": "bool"}, "h200", "takes no mask tensor"),
     "page": ({"page_size": 16, **RAGGED}, "h200", "page_size=16 is not a multiple of 64"),
@@ -58,7 +60,8 @@ def test_it_declines_with_the_reason(name: str) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {}, {"dtype": "fp16"}, {"head_dim_v": 256}, {"positive_scale": False}, RAGGED, RAGGED | {"page_size": 128},
+        {}, {"dtype": "fp16"}, {"dtype": "fp8", "head_dim": 80, "head_dim_v": 80}, {"head_dim_v": 256},
+        {"positive_scale": False}, RAGGED, RAGGED | {"page_size": 128},
         {"window": (5, 3), "softcap": True, "alibi": True, "sinks": True},
     ],
     ids=str,
@@ -122,34 +125,48 @@ def test_unaddressable(x: torch.Tensor, words: str) -> None:
 # The source of a variant
 
 
-def chunks(dim: int, dim_v: int = 0, **knobs: bool) -> tuple[int, ...]:
-    return Variant(dim, dim_v or dim, HopperTile(2, 64, **knobs)).chunks
+def chunks(dim: int, dim_v: int = 0, *, fp8: bool = False, **knobs: bool) -> tuple[int, ...]:
+    return Variant(dim, dim_v or dim, HopperTile(2, 64, **knobs), fp8=fp8).chunks
 
 
 def test_chunks_are_as_wide_as_fits_exactly() -> None:
-    assert chunks(64) == (64, 1, 0, 64, 1)
-    assert chunks(72) == (64, 1, 16, 16, 5)
-    assert chunks(96) == (64, 1, 32, 32, 3)
-    assert chunks(112) == (64, 2, 0, 16, 7)  # 48 columns are no single chunk: K is padded to 128
-    assert chunks(16, 256) == (16, 1, 0, 64, 4)
-    assert chunks(48, 32) == (64, 1, 0, 32, 1)  # and here to 64
-    assert chunks(32, 48) == (32, 1, 0, 16, 3)
-    assert chunks(72, wide_v=True) == (64, 1, 16, 64, 2)
-    assert chunks(72, wide_k=True, wide_v=True) == (64, 2, 0, 64, 2)
+    assert chunks(64) == (128, 1, 0, 128, 1)
+    assert chunks(72) == (128, 1, 32, 32, 5)
+    assert chunks(96) == (128, 1, 64, 64, 3)
+    assert chunks(112) == (128, 2, 0, 32, 7)  # 96 bytes are no single chunk: K is padded to 256
+    assert chunks(16, 256) == (32, 1, 0, 128, 4)
+    assert chunks(48, 32) == (128, 1, 0, 64, 1)  # and here to 128
+    assert chunks(32, 48) == (64, 1, 0, 32, 3)
+    assert chunks(72, wide_v=True) == (128, 1, 32, 128, 2)
+    assert chunks(72, wide_k=True, wide_v=True) == (128, 2, 0, 128, 2)
+
+
+def test_chunks_of_fp8_have_half_the_bytes_and_rows_of_keys_in_v() -> None:
+    assert chunks(16, fp8=True) == (32, 1, 0, 64, 1)
+    assert chunks(64, fp8=True) == (64, 1, 0, 64, 1)
+    assert chunks(96, fp8=True) == (128, 1, 0, 64, 1)
+    assert chunks(144, fp8=True) == (128, 1, 32, 64, 1)
+    assert chunks(192, 64, fp8=True, wide_v=True) == (128, 1, 64, 64, 1)
+    assert chunks(256, fp8=True) == (128, 2, 0, 64, 1)
 
 
 @given(st.sampled_from(VARIANTS))
 def test_chunks_cover_the_head(one: Variant) -> None:
     k_width, k_chunks, k_rest, v_width, v_chunks = one.chunks
-    assert {k_width, v_width} <= {16, 32, 64} and k_rest in (0, 16, 32)
-    assert one.head_dim <= k_width * k_chunks + k_rest < one.head_dim + 64
-    assert one.head_dim_v <= v_width * v_chunks < one.head_dim_v + 64
+    size = 1 if one.fp8 else 2  # bytes of an element
+    v_row = one.tile.block_n if one.fp8 else 2 * one.head_dim_v
+    assert {k_width, v_width} <= {32, 64, 128} and k_rest in (0, 32, 64)
+    assert size * one.head_dim <= k_width * k_chunks + k_rest < size * one.head_dim + 128
+    assert v_row <= v_width * v_chunks < v_row + 128
 
 
 def test_shared_memory_is_the_sum_of_its_parts() -> None:
     one = Variant(64, 64, HopperTile(2, 128, 2))
     q, kv, barriers, mail, notes = 2 * 64 * 128, 2 * 2 * 128 * 128, 8 * (2 * 2 + 4 * 2 + 4), 64, 2 * 16
     assert one.shared == q + kv + barriers + mail + notes
+    fp8 = replace(one, fp8=True)
+    assert fp8.shared == q // 2 + kv // 2 + barriers + mail + notes
+    assert replace(fp8, head_dim_v=128).shared == fp8.shared + 2 * 64 * 128
     assert one.threads == 384
     assert (one.queries, replace(one, pack=7).queries, replace(one, pack=64).queries) == (128, 18, 2)
 
@@ -175,6 +192,8 @@ def test_mma_has_the_exact_sizes() -> None:
         f"m64n{n}k16.f32.f16.f16" for n in (96, 96, 104)
     ]
     assert "float (&d)[48], u64 a, u64 b, int add" in text and "float (&d)[52], const u32* a, u64 b)" in text
+    fp8 = source.mma(Variant(64, 80, HopperTile(2, 128), fp8=True))
+    assert re.findall(r"aligned\.(\S+)", fp8) == [f"m64n{n}k32.f32.e4m3.e4m3" for n in (128, 128, 80)]
     assert "bf16" not in text and "n72k16" in source.mma(Variant(64, 72, HopperTile(2, 96)))
 
 

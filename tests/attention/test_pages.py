@@ -123,7 +123,7 @@ def test_the_registered_op_takes_pages(batch: Ragged) -> None:
     good = arguments(batch)
     order = ("q", "k", "v")
     call = (
-        *(good[name] for name in order), None, None, None, batch.cu_q, batch.cu_k, good["block_table"], batch.max_q,
-        batch.max_k, True, 0.25, -1, -1, 0.0, "bshd", True, "torch",
+        *(good[name] for name in order), None, None, None, batch.cu_q, batch.cu_k, good["block_table"],
+        *(None,) * 3, batch.max_q, batch.max_k, True, 0.25, -1, -1, 0.0, "bshd", True, "torch",
     )  # fmt: skip
     torch.library.opcheck(torch.ops.flashkernels.attention.default, call)

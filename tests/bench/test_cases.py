@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -74,6 +76,22 @@ def test_the_mixed_lengths_are_spread_and_shuffled() -> None:
     assert (len(lengths), len(set(lengths)), min(lengths), max(lengths)) == (64, 64, 100, 4000)
     assert sum(lengths) == 64 * 2050
     assert abs(sum(lengths[:32]) - sum(lengths[32:])) < 4000  # neither half is the long one
+
+
+def test_fp8_has_each_case_twice_on_the_same_numbers() -> None:
+    found = suite("fp8")
+    assert [case.name for case in found] == [
+        f"d{d}-{kind}-{dtype}" for d in (64, 128, 256) for kind in ("full", "causal") for dtype in ("bf16", "fp8")
+    ]
+    for wide, small in zip(found[::2], found[1::2], strict=True):
+        assert replace(wide.problem, dtype="fp8") == small.problem and wide.flops() == small.flops()
+        p = small.problem
+        assert (p.batch, p.seq_q, p.heads * p.head_dim) == (1, 16384, 2048)
+    tiny = suite("fp8", device="cpu", quick=True)
+    (args, _), (small_args, scales) = (inputs(case, device="cpu") for case in tiny[:2])
+    assert {x.dtype for x in args} == {torch.bfloat16} and {x.dtype for x in small_args} == {torch.float8_e4m3fn}
+    for x, y, scale in zip(args, small_args, scales.values(), strict=True):
+        torch.testing.assert_close(y.float() * scale[:, None, :, None], x.float(), rtol=2**-4, atol=2**-9)
 
 
 @pytest.mark.parametrize("case", TINY[::7] + list(suite("features", device="cpu", quick=True)), ids=lambda c: c.name)

@@ -59,7 +59,7 @@ class Balanced(HTMLParser):
         assert self.open.pop() == tag
 
 
-@pytest.mark.parametrize("name", ["headdims", "scaling", "seqlens", "features", "shapes"])
+@pytest.mark.parametrize("name", ["headdims", "scaling", "seqlens", "features", "shapes", "fp8"])
 def test_the_page_has_every_case_and_is_well_formed(name: str) -> None:
     results = measured(name)
     page = report.render(results)
@@ -95,6 +95,17 @@ def test_hopper_stands_beside_triton() -> None:
     assert all(f"<button>{impl}</button>" in page for impl in ("hopper", "triton", "sdpa-cudnn"))
     assert all(plot.impls[:2] == ("triton", "hopper") for plot in report.plots(results) if plot.impls)
     assert "one small call (hopper 12, triton 18)" in page
+
+
+def test_the_errors_of_fp8_are_a_table() -> None:
+    results = measured("fp8")
+    assert "Error of FP8" not in report.render(results)
+    errors = {"uniform": {"bf16": 0.0023, "fp8": 0.028}, "outliers": {"bf16": 0.0016, "fp8": 0.089}}
+    results.meta |= {"error_to_exact": errors}
+    page = report.render(results)
+    assert "<tr><th>inputs</th><th>bf16</th><th>fp8</th></tr>" in page
+    assert "<tr><td>outliers</td><td>0.0016</td><td>0.089</td></tr>" in page
+    assert "error_to_exact" not in page  # nor in the list of what it was measured with
 
 
 def test_older_rows_name_their_commit() -> None:

@@ -37,7 +37,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
 
 
-@pytest.mark.parametrize("suite", ["headdims", "scaling", "seqlens", "features", "shapes"])
+@pytest.mark.parametrize("suite", ["headdims", "scaling", "seqlens", "features", "shapes", "fp8"])
 def test_quick_run_writes_all_its_files(suite: str, tmp_path: Path) -> None:
     files = [tmp_path / f"results.{kind}" for kind in ("json", "csv", "html")]
     options = [text for path in files for text in (f"--{path.suffix[1:]}", str(path))]
@@ -53,6 +53,7 @@ def test_quick_run_writes_all_its_files(suite: str, tmp_path: Path) -> None:
     assert "checks of ours against the oracle passed" in done.stdout
     assert "microseconds of CPU time" in done.stdout
     assert all(case in done.stdout for _, case in results.cases())
+    assert ("error_to_exact" in results.meta) == (suite == "fp8") == ("error against fp32 on normal" in done.stdout)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -62,7 +62,7 @@ def test_every_option_reaches_the_problem() -> None:
     [
         (("attention", "--gpu", "h300"), "error: gpu='h300' is not known; known are a100, "),
         (("gemm",), "error: op='gemm' is not one of 'attention'"),
-        (("attention", "--dtype", "int8"), "error: --dtype int8 is not one of fp16, bf16, fp32"),
+        (("attention", "--dtype", "int8"), "error: --dtype int8 is not one of fp8, fp16, bf16, fp32"),
         (("attention", "--mask", "maybe"), "error: --mask maybe is not one of none, bool, float"),
         (("attention", "--head-dim", "0"), "error: --head-dim 0 must be at least 1"),
         (("attention", "--seq", "-5"), "error: --seq -5 must be at least 1"),

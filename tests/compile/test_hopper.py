@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, strategies as st
 
@@ -17,6 +19,11 @@ SAMPLE = (
     variant(192, 128, left=True, fp16=True),
     next(one for one in VARIANTS if one.split and one.pack == 8 and one.head_dim == 64),
     next(one for one in VARIANTS if one.tile.q_in_registers and one.tile.groups == 3),
+    variant(64, fp8=True, right=True),
+    variant(128, fp8=True),
+    variant(256, fp8=True),
+    next(one for one in VARIANTS if one.fp8 and one.tile.q_in_registers),
+    next(one for one in VARIANTS if one.fp8 and one.split and one.alibi),
 )
 
 
@@ -30,9 +37,11 @@ def _compiler() -> None:
 
 def products(one: Variant) -> int:
     """wgmma instructions: the loop over keys is there two steps at a time, for each kind of mask, and once more for an
-    odd end; the first Q·Kᵀ and the last P·V of a tile are there twice (a split tile is a block's only one: once)."""
+    odd end; the first Q·Kᵀ and the last P·V of a tile are there twice (a split tile is a block's only one: once). Each
+    reduces over 16 columns or keys, or over 32 of FP8."""
     steps = 2 * (1 + one.left + one.right) + 1
-    return (steps + (1 if one.split else 2)) * (-(-one.head_dim // 16) + one.tile.block_n // 16)
+    depth = 32 if one.fp8 else 16
+    return (steps + (1 if one.split else 2)) * (-(-one.head_dim // depth) + one.tile.block_n // depth)
 
 
 @pytest.mark.parametrize("one", SAMPLE, ids=label)
@@ -41,7 +50,8 @@ def test_a_variant_is_compiled_as_it_should_be(one: Variant) -> None:
     assert made.faults == []
     assert made.resources.registers <= build.most_registers(one)
     assert made.resources.shared == one.shared <= tiles.SHARED_LIMIT == 232448
-    assert made.resources.count("HGMMA") == products(one)
+    assert made.resources.count("QGMMA" if one.fp8 else "HGMMA") == products(one)
+    assert not made.resources.count("HGMMA" if one.fp8 else "QGMMA")
     if one.head_dim <= 128 and one in SAMPLE[:8]:
         assert (made.spills, made.reloads) == (0, 0)
 
@@ -54,6 +64,13 @@ def test_the_gate_sees_serialised_wgmma(monkeypatch: pytest.MonkeyPatch) -> None
     assert any("wgmma is serialised" in fault for fault in build.build(variant(64)).faults)
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_the_gate_sees_a_kernel_without_wgmma(fp8: bool) -> None:
+    made = build.build(variant(64, fp8=fp8))
+    other = build.Report(replace(made.variant, fp8=not fp8), made.resources, 0, 0, ())
+    assert (made.faults, other.faults) == ([], ["has no wgmma"])
+
+
 def test_the_list_is_short_distinct_and_legal() -> None:
     assert len(VARIANTS) == len({*VARIANTS}) == len({label(one) for one in VARIANTS}) <= 150
     for one in VARIANTS:
@@ -61,7 +78,7 @@ def test_the_list_is_short_distinct_and_legal() -> None:
 
 
 def test_the_list_has_every_flag_size_and_pattern() -> None:
-    flags = ("fp16", "left", "right", "softcap", "alibi", "sinks", "negative", "varlen", "paged", "split")
+    flags = ("fp16", "fp8", "left", "right", "softcap", "alibi", "sinks", "negative", "varlen", "paged", "split")
     for flag in flags:
         assert {getattr(one, flag) for one in VARIANTS} == {False, True}, flag
     for right in (False, True):
@@ -69,11 +86,20 @@ def test_the_list_has_every_flag_size_and_pattern() -> None:
         assert {one.head_dim for one in defaults} == {*range(16, 257, 8)} and defaults <= {*VARIANTS}
     knobs = (source.HopperTile(1, 64), source.HopperTile(1, 64, wide_v=True, wide_k=True))
     anything = [variant(dim, tile=tile) for dim in DIMS for tile in knobs]
-    assert {one.chunks[:3] for one in VARIANTS} == {one.chunks[:3] for one in anything}
-    assert {one.chunks[3:] for one in VARIANTS} == {one.chunks[3:] for one in anything}
+    wide = [one for one in VARIANTS if not one.fp8]
+    assert {one.chunks[:3] for one in wide} == {one.chunks[:3] for one in anything}
+    assert {one.chunks[3:] for one in wide} == {one.chunks[3:] for one in anything}
     assert {1, 3, 4, 7, 8} <= {one.pack for one in VARIANTS}
     assert {one.tile.groups for one in VARIANTS} == {1, 2, 3}
     assert any(one.tile.cluster > 1 for one in VARIANTS) and any(one.tile.q_in_registers for one in VARIANTS)
+    fp8 = [one for one in VARIANTS if one.fp8]
+    assert {(16, 16), (64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128)} <= {
+        (one.head_dim, one.head_dim_v) for one in fp8
+    }
+    for flag in ("left", "right", "softcap", "alibi", "sinks", "negative", "split"):
+        assert {getattr(one, flag) for one in fp8} == {False, True}, flag
+    assert {one.chunks[3:] for one in fp8} == {(keys, 1) for keys in (32, 64, 128)}  # V is transposed: keys of a tile
+    assert {1, 4, 8} <= {one.pack for one in fp8} and {one.tile.groups for one in fp8} == {1, 2, 3}
     assert {(192, 128), (64, 256), (16, 256), (256, 16)} <= {(one.head_dim, one.head_dim_v) for one in VARIANTS}
 
 
@@ -86,6 +112,9 @@ def assert_legal(one: Variant) -> None:
     assert one.shared <= tiles.SHARED_LIMIT
     assert 1 <= tile.groups <= 3 and tile.block_n % 16 == 0 and tile.block_n <= 256
     assert not tile.pingpong or tile.groups > 1
+    if one.fp8:
+        assert tile.block_n in (32, 64, 128) and not (one.fp16 or one.varlen or one.paged)
+        assert one.head_dim % 16 == one.head_dim_v % 16 == 0
     if one.right:
         assert -(-(tile.groups - 1) * (64 // one.pack) // tile.block_n) <= tile.stages  # or the K ring runs dry
     if tile.cluster > 1:
@@ -95,12 +124,13 @@ def assert_legal(one: Variant) -> None:
 @st.composite
 def problems(draw: st.DrawFn) -> AttentionProblem:
     kv_heads, size = draw(st.integers(1, 16)), st.integers(1, 10) | st.integers(1, 20_000)
-    varlen = draw(st.booleans())
+    dtype = draw(st.sampled_from(["fp8", "fp16", "bf16"]))
+    varlen = dtype != "fp8" and draw(st.booleans())
     batch, seq_q, seq_k = draw(st.integers(1, 64)), draw(size), draw(size)
-    reach, dims = st.just(-1) | st.integers(0, 5000), st.sampled_from(DIMS)
+    reach, dims = st.just(-1) | st.integers(0, 5000), st.sampled_from(DIMS[:: 2 if dtype == "fp8" else 1])
     return AttentionProblem(
         batch=batch, seq_q=seq_q, seq_k=seq_k, heads=kv_heads * draw(st.integers(1, 70)), kv_heads=kv_heads,
-        head_dim=draw(dims), head_dim_v=draw(st.just(0) | dims), dtype=draw(st.sampled_from(["fp16", "bf16"])),
+        head_dim=draw(dims), head_dim_v=draw(st.just(0) | dims), dtype=dtype,
         causal=draw(st.booleans()), window=(draw(reach), draw(reach)), softcap=draw(st.booleans()),
         positive_scale=draw(st.booleans()), alibi=draw(st.booleans()), sinks=draw(st.booleans()), varlen=varlen,
         total_q=batch * seq_q // 2 if varlen else 0, total_k=batch * seq_k // 2 if varlen else 0,
@@ -122,4 +152,5 @@ def test_any_choice_is_legal(problem: AttentionProblem, multiprocessors: int) ->
         assert not problem.varlen and count * tile.groups <= tiles.SPLIT_TILES
         assert count * choice.splits <= multiprocessors
     left, right = problem.band
+    assert (one.fp8, one.fp16) == (problem.dtype == "fp8", problem.dtype == "fp16")
     assert (one.left, one.right, one.paged) == (left >= 0, right >= 0, problem.page_size > 0)

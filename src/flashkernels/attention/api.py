@@ -12,14 +12,24 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flashkernels import hardware
-from flashkernels.attention import recompute, sdpa
-from flashkernels.attention.problem import AttentionProblem
-from flashkernels.attention.tensors import Run, Tensors, empty_output, lse_dtype, lse_shape, unaddressable
+from flashkernels.attention import sdpa
+from flashkernels.attention.problem import AttentionProblem, BackwardProblem
+from flashkernels.attention.tensors import (
+    Given,
+    Run,
+    RunBackward,
+    Tensors,
+    empty_output,
+    lse_dtype,
+    lse_shape,
+    unaddressable,
+)
+from flashkernels.attention.triton import backward_tiles
 from flashkernels.attention.validation import LAYOUTS, check_cu_values, described
 from flashkernels.dispatch import Impl, UnsupportedError, select
-from flashkernels.hardware import Gpu
+from flashkernels.hardware import GPUS, Gpu
 from flashkernels.jit.mode import interpreting
-from flashkernels.tiling import Tile, override
+from flashkernels.tiling import Tile, TilingError, override
 
 
 def needs_hopper(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
@@ -28,11 +38,12 @@ def needs_hopper(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
         return f"needs a Hopper GPU, the tensors are on {problem.device}"
     if gpu.capability != (9, 0):
         return f"needs compute capability 9.0, {gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}"
-    if problem.dtype not in ("fp16", "bf16"):
+    if problem.dtype not in ("fp8", "fp16", "bf16"):
         return f"has no {problem.dtype} kernel"
+    step = 16 // problem.element_bytes
     for name, dim in (("head_dim", problem.head_dim), ("head_dim of v", problem.head_dim_v)):
-        if dim % 8:
-            return f"{name}={dim} is not a multiple of 8: TMA cannot address its rows"
+        if dim % step:
+            return f"{name}={dim} is not a multiple of {step}: TMA cannot address its rows"
         if not 16 <= dim <= 256:
             return f"{name}={dim} is not in 16 to 256"
     if problem.mask:
@@ -56,6 +67,14 @@ def leaves_triton_tiles(problem: AttentionProblem, gpu: Gpu | None) -> str | Non
 
 def needs_triton(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
     """Why the portable Triton kernel cannot serve, or None."""
+    forced = override()
+    if not isinstance(forced, (str, Tile, NoneType)):
+        return f"use_tile asks for {forced.name}, which is another kernel's"
+    return lacks_triton(problem, gpu)
+
+
+def lacks_triton(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
+    """What keeps the Triton kernels, forward and backward, from serving, or None."""
     if problem.device == "cpu":
         if not interpreting():
             return "needs a GPU (or TRITON_INTERPRET=1 set before the import)"
@@ -67,13 +86,10 @@ def needs_triton(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
         return f"needs compute capability 8.0, {gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    if problem.dtype == "fp64":
-        return "has no fp64 kernel"
+    if problem.dtype in ("fp8", "fp64"):
+        return f"has no {problem.dtype} kernel"
     if problem.page_size:
         return "takes no paged K and V"
-    forced = override()
-    if not isinstance(forced, (str, Tile, NoneType)):
-        return f"use_tile asks for {forced.name}, which is another kernel's"
     largest = max(problem.head_dim, problem.head_dim_v)
     if largest > 512:
         return f"head_dim={largest} is over 512"
@@ -85,6 +101,28 @@ def leaves_the_cpu(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
     return "Triton's interpreter is slow: name impl='triton' to use it" if problem.device == "cpu" else None
 
 
+def needs_triton_backward(problem: BackwardProblem, gpu: Gpu | None) -> str | None:
+    """Why the fused backward cannot serve, or None."""
+    if reason := lacks_triton(problem.call, gpu):
+        return reason
+    if "mask" in problem.wanted:
+        return "has no gradient of a mask"
+    if not problem.saved:
+        return "needs the output and the log-sum-exp, which this forward did not keep"
+    try:
+        backward_tiles.choose(problem.call, gpu or GPUS["h200"])
+    except TilingError as error:
+        return str(error)
+    return None
+
+
+def leaves_the_backward(problem: BackwardProblem, gpu: Gpu | None) -> str | None:
+    """The backward follows a forward that was asked for by name; the interpreter is for tests."""
+    if problem.impl == "torch":
+        return "impl='torch' was asked for"
+    return leaves_the_cpu(problem.call, gpu) if problem.impl != "triton" else None
+
+
 # Best first. "auto" takes the first row that does not reject the problem.
 IMPLS = (
     Impl("hopper", "flashkernels.attention.hopper.forward", rejects=needs_hopper, defers=leaves_triton_tiles),
@@ -92,12 +130,18 @@ IMPLS = (
     Impl("sdpa", "flashkernels.attention.sdpa", rejects=sdpa.rejects),
     Impl("torch", "flashkernels.attention.reference"),
 )
+# Of the gradients, always by "auto": the first row that neither rejects nor defers. FP8 and pages have none.
+BACKWARD_IMPLS = (
+    Impl("triton", "flashkernels.attention.triton.backward", rejects=needs_triton_backward, defers=leaves_the_backward),
+    Impl("torch", "flashkernels.attention.recompute"),
+)
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, softmax_scale: float | None = None,
     window: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None, mask: Tensor | None = None, layout: str = "bshd", return_lse: bool = False,
+    sinks: Tensor | None = None, mask: Tensor | None = None, q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, layout: str = "bshd", return_lse: bool = False,
     impl: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Softmax attention at any head dimension: `softmax(scale * Q Kᵀ + ...) V`, without an S x S buffer on a GPU.
@@ -106,7 +150,7 @@ def attention(
     by causal, window and mask, then sinks.
 
     Args:
-        q: (B, S_q, H, D), fp16, bf16 or fp32 (fp64 on the `torch` implementation), any strides.
+        q: (B, S_q, H, D), fp16, bf16, fp32 or FP8 (float8_e4m3fn; fp64 on the `torch` implementation), any strides.
         k: (B, S_k, H_kv, D); H is a multiple of H_kv.
         v: (B, S_k, H_kv, D_v).
         causal: query i sees keys j <= i + S_k - S_q (aligned bottom-right).
@@ -116,13 +160,16 @@ def attention(
         alibi_slopes: (H,) or (B, H), any float dtype.
         sinks: (H,), any float dtype: one more logit per head that joins the denominator and has no value.
         mask: broadcastable to (B, H, S_q, S_k); bool: True where a query may attend; float: added to the logits.
+        q_scale, k_scale, v_scale: fp32, positive: what FP8 numbers are to be multiplied by. (B, H) and twice (B, H_kv),
+            or for q and k one for each 128 rows: (B, H, ceil(S_q / 128)) and (B, H_kv, ceil(S_k / 128)).
+            `fk.quantise_qkv` makes them. FP8 has no gradients.
         layout: "bshd", or "bhsd" for (B, H, S, D) tensors, read by their strides without a copy.
         return_lse: also return the natural log-sum-exp of the logits, fp32.
         impl: "auto", or the name of the one implementation that must serve.
 
     Returns:
-        The output (B, S_q, H, D_v) in q's dtype and the layout asked for; with `return_lse` also (B, H, S_q).
-        A row that sees no key is 0 with log-sum-exp -inf. Bitwise deterministic.
+        The output (B, S_q, H, D_v) in q's dtype (bf16 for FP8) and the layout asked for; with `return_lse` also
+        (B, H, S_q). A row that sees no key is 0 with log-sum-exp -inf. Bitwise deterministic.
 
     >>> import torch, flashkernels as fk
     >>> q = torch.randn(2, 5, 8, 72)
@@ -136,7 +183,8 @@ def attention(
     elif layout != "bshd":
         raise ValueError(f"layout={layout!r} is not one of {', '.join(map(repr, LAYOUTS))}")
     out, lse = _call(
-        Tensors(q, k, v, alibi_slopes, sinks, mask), 0, 0, causal, softmax_scale, window, softcap, layout,
+        Tensors(q, k, v, alibi_slopes, sinks, mask, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale), 0, 0, causal,
+        softmax_scale, window, softcap, layout,
         return_lse, impl,
     )  # fmt: skip
     if layout == "bhsd":
@@ -203,7 +251,7 @@ _plans: dict[tuple[Any, ...], Run] = {}
 MOST_PLANS = 4096
 
 
-def _signature(tensors: Tensors) -> tuple[Any, ...]:
+def _signature(tensors: Tensors | Given) -> tuple[Any, ...]:
     """All that a plan may depend on, of the tensors. Alignment matters to TMA and to vector loads."""
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors])
 
@@ -212,10 +260,11 @@ def _problem(
     tensors: Tensors, max_q: int, max_k: int, causal: bool, softmax_scale: float | None, window: tuple[int, int],
     softcap: float, layout: str = "bshd", need_lse: bool = False,
 ) -> AttentionProblem:  # fmt: skip
-    q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k, block_table = tensors
+    q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k, block_table, q_scale, k_scale, v_scale = tensors
     return described(
         q, k, v, causal=causal, softmax_scale=softmax_scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes,
         sinks=sinks, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table,
+        q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
         max_seqlen_q=max_q, max_seqlen_k=max_k, need_lse=need_lse, layout=layout,
     )  # fmt: skip
 
@@ -280,7 +329,18 @@ def _call(
         return _run(tensors, *settings)  # type: ignore[return-value]
     _problem(tensors, max_q, max_k, causal, softmax_scale, window, softcap)  # the same errors as eager
     scale = tensors.q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    return attention_op(*tensors, max_q, max_k, causal, scale, window[0], window[1], softcap, layout, need_lse, impl)
+    keep = need_lse or (_fusable(device, impl) and _tracked(tensors))
+    return attention_op(*tensors, max_q, max_k, causal, scale, window[0], window[1], softcap, layout, keep, impl)
+
+
+def _tracked(tensors: Tensors) -> bool:
+    """Whether autograd follows any of them."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _fusable(device: str, impl: str) -> bool:
+    """Whether the fused backward may serve a call. Only then is its forward asked for a log-sum-exp, and kept."""
+    return impl == "triton" or (device == "cuda" and impl != "torch")
 
 
 def _unwatched(tensors: Tensors) -> bool:
@@ -310,11 +370,13 @@ def _autocast(tensors: Tensors, device: str) -> Tensors:
 @torch.library.custom_op("flashkernels::attention", mutates_args=())
 def attention_op(
     q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None, sinks: Tensor | None, mask: Tensor | None,
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, block_table: Tensor | None, max_seqlen_q: int,
-    max_seqlen_k: int, causal: bool, softmax_scale: float, window_left: int, window_right: int, softcap: float,
-    layout: str, need_lse: bool, impl: str,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, block_table: Tensor | None, q_scale: Tensor | None,
+    k_scale: Tensor | None, v_scale: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, causal: bool,
+    softmax_scale: float, window_left: int, window_right: int, softcap: float, layout: str, need_lse: bool, impl: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    tensors = Tensors(q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k, block_table)
+    tensors = Tensors(
+        q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k, block_table, q_scale, k_scale, v_scale
+    )
     window = (window_left, window_right)
     out, lse = _run(tensors, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window, softcap, layout, need_lse, impl)
     return out, q.new_empty(0, dtype=lse_dtype(q)) if lse is None or not need_lse else lse
@@ -323,9 +385,9 @@ def attention_op(
 @attention_op.register_fake
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None, sinks: Tensor | None, mask: Tensor | None,
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, block_table: Tensor | None, max_seqlen_q: int,
-    max_seqlen_k: int, causal: bool, softmax_scale: float, window_left: int, window_right: int, softcap: float,
-    layout: str, need_lse: bool, impl: str,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, block_table: Tensor | None, q_scale: Tensor | None,
+    k_scale: Tensor | None, v_scale: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, causal: bool,
+    softmax_scale: float, window_left: int, window_right: int, softcap: float, layout: str, need_lse: bool, impl: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     out = empty_output(q, v.shape[-1], layout)
     if not need_lse:
@@ -336,43 +398,64 @@ def _fake(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     if inputs[8] is not None:
         raise UnsupportedError("block_table: there are no gradients through the pages of a cache")
-    ctx.save_for_backward(*inputs[:8])
-    ctx.settings = inputs[9:]
+    if inputs[0].dtype == torch.float8_e4m3fn:
+        raise UnsupportedError("q.dtype=torch.float8_e4m3fn: FP8 has no gradients")
+    *settings, need_lse, impl = inputs[12:]
+    kept = output if need_lse and _fusable(inputs[0].device.type, impl) else (None, None)
+    ctx.save_for_backward(*inputs[:8], *kept)
+    ctx.set_materialize_grads(False)
+    ctx.settings, ctx.has_lse = (*settings[:-1], impl), need_lse
 
 
-def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Any, ...]:
-    max_q, max_k, causal, scale, left, right, softcap, _, need_lse, _ = ctx.settings
-    grads = attention_backward_op(
-        grad_out, grad_lse if need_lse else None, *ctx.saved_tensors, max_q, max_k, causal, scale, left, right, softcap
-    )
-    needed = [g if want else None for g, want in zip(grads, ctx.needs_input_grad[:6], strict=True)]
-    return (*needed, *(None,) * 13)
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    *inputs, out, lse = ctx.saved_tensors
+    q, v = inputs[0], inputs[2]
+    wanted = list(ctx.needs_input_grad[:6])
+    if not ctx.has_lse:  # what stands in for it is empty
+        grad_lse = None
+    if grad_out is None:
+        if grad_lse is None:
+            return (None,) * 22
+        grad_out = q.new_zeros(()).expand(*q.shape[:-1], v.shape[-1])
+    grads = attention_backward_op(grad_out, grad_lse, out, lse, *inputs, *ctx.settings, wanted)
+    needed = [g if want else None for g, want in zip(grads, wanted, strict=True)]
+    return (*needed, *(None,) * 16)
 
 
 attention_op.register_autograd(_backward, setup_context=_setup)
 
 
+_backward_plans: dict[tuple[Any, ...], RunBackward] = {}
+
+
 @torch.library.custom_op("flashkernels::attention_backward", mutates_args=())
 def attention_backward_op(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None,
-    sinks: Tensor | None, mask: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int, max_seqlen_k: int, causal: bool, softmax_scale: float, window_left: int, window_right: int,
-    softcap: float,
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor | None, lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    alibi_slopes: Tensor | None, sinks: Tensor | None, mask: Tensor | None, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, causal: bool, softmax_scale: float,
+    window_left: int, window_right: int, softcap: float, impl: str, wanted: list[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k, v, alibi_slopes, sinks and mask; an empty tensor stands for one that does not exist."""
+    """Gradients of q, k, v, alibi_slopes, sinks and mask; an empty tensor stands for one that nobody wants."""
     tensors = Tensors(q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k)
-    window = (window_left, window_right)
-    problem = _problem(tensors, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window, softcap)
-    grads = recompute.backward(problem, tensors, grad_out, grad_lse, softmax_scale, softcap)
-    return [q.new_empty(0) if g is None else g for g in grads]
+    given = Given(grad_out, grad_lse, out, lse)
+    settings = (max_seqlen_q, max_seqlen_k, causal, softmax_scale, (window_left, window_right), softcap)
+    key = (_signature(tensors), _signature(given), settings, impl, tuple(wanted))
+    run = _backward_plans.get(key)
+    if run is None:
+        names = tuple(name for name, want in zip(Tensors._fields, wanted, strict=False) if want)
+        problem = BackwardProblem(_problem(tensors, *settings), names, impl, saved=lse is not None)
+        gpu = hardware.detect(q.device) if q.is_cuda else None
+        run = select(BACKWARD_IMPLS, problem, gpu).load().plan(problem, gpu, tensors, given)
+        if len(_backward_plans) >= MOST_PLANS:
+            _backward_plans.clear()
+        _backward_plans[key] = run
+    grads = run(tensors, given, softmax_scale, softcap)
+    return [q.new_empty(0) if g is None or not want else g for g, want in zip(grads, wanted, strict=True)]
 
 
 @attention_backward_op.register_fake
 def _fake_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None,
-    sinks: Tensor | None, mask: Tensor | None, *_: Any,
+    grad_out: Tensor, grad_lse: Tensor | None, out: Tensor | None, lse: Tensor | None, *inputs: Any,
 ) -> list[Tensor]:  # fmt: skip
-    return [
-        q.new_empty(0) if x is None or not x.dtype.is_floating_point else x.new_empty(x.shape)
-        for x in (q, k, v, alibi_slopes, sinks, mask)
-    ]
+    tensors, wanted = inputs[:6], inputs[-1]
+    return [x.new_empty(x.shape) if want else tensors[0].new_empty(0) for x, want in zip(tensors, wanted, strict=True)]

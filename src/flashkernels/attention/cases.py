@@ -29,6 +29,7 @@ QUICK_ON_GPU = {
     "seqlens": ("d72-s1024", "d72-s4096", "d72-s16384"),
     "features": ("d72-gqa8", "d72-window1024", "d72-boolmask", "d72-varlen"),
     "shapes": ("gqa-s16384-d128-causal", "b16-s1024-d64-causal", "b1-s16384-d72-full"),
+    "fp8": ("d64-full-fp8", "d128-full-bf16", "d128-full-fp8", "d128-causal-bf16", "d128-causal-fp8"),
 }
 
 
@@ -74,7 +75,8 @@ def inputs(
     """Random `(args, kwargs)` of a case, for `fk.attention`, or for `fk.attention_varlen` when the case is ragged.
 
     Dense q is (B, S_q, H, D), k is (B, S_k, H_kv, D), v is (B, S_k, H_kv, D_v); ragged ones are (total, H, D).
-    `dtype` replaces the dtype of the case; the same seed gives the same numbers on the same device.
+    `dtype` replaces the dtype of the case; the same seed gives the same numbers on the same device. Those of FP8 are
+    the numbers of bf16, quantised; their scales are among the keywords.
 
     >>> import torch
     >>> (q, k, v), kwargs = inputs(suite("headdims", device="cpu", quick=True)[1], device="cpu")
@@ -83,9 +85,12 @@ def inputs(
     """
     import torch
 
+    from flashkernels.attention.fp8 import quantise_qkv
+
     p = case.problem
-    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-    dtype = dtype or dtypes[p.dtype]
+    quantise = p.dtype == "fp8" and dtype is None
+    dtypes = {"fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+    dtype = dtype or dtypes.get(p.dtype, torch.bfloat16)
     random = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -96,11 +101,14 @@ def inputs(
     k = normal(*rows_k, p.kv_heads, p.head_dim)
     v = normal(*rows_k, p.kv_heads, p.head_dim_v)
     args: tuple[Any, ...] = (q, k, v)
+    kwargs: dict[str, Any] = {}
+    if quantise:
+        small = quantise_qkv(q, k, v)
+        args, kwargs = small[:3], small.scales
     if p.varlen:
         ends = torch.tensor((0, *case.lengths)).cumsum(0).to(device, torch.int32)
         args += (ends, ends, p.seq_q, p.seq_k)
 
-    kwargs: dict[str, Any] = {}
     if p.causal:
         kwargs["causal"] = True
     if p.window != (-1, -1):
@@ -167,7 +175,19 @@ def _shapes() -> Iterator[Case]:
                 yield Case(f"b{batch}-s{seq}-d{d}-{kind}", problem)
 
 
-SUITES = {"headdims": _headdims, "scaling": _scaling, "seqlens": _seqlens, "features": _features, "shapes": _shapes}
+def _fp8() -> Iterator[Case]:
+    """One long sequence in bf16, and the same numbers in FP8."""
+    for d in (64, 128, 256):
+        for kind in ("full", "causal"):
+            for dtype in ("bf16", "fp8"):
+                problem = _self_attention(1, 16384, _heads(d), d, causal=kind == "causal", dtype=dtype)
+                yield Case(f"d{d}-{kind}-{dtype}", problem)
+
+
+SUITES = {
+    "headdims": _headdims, "scaling": _scaling, "seqlens": _seqlens, "features": _features, "shapes": _shapes,
+    "fp8": _fp8,
+}  # fmt: skip
 
 
 def _heads(head_dim: int) -> int:

@@ -37,8 +37,9 @@ class HopperLaunch:
 
     @property
     def computed(self) -> tuple[int, int]:
-        """Columns that the instructions compute of a head: of Q·Kᵀ in steps of 16, of P·V in steps of 8."""
-        return -(-self.variant.head_dim // 16) * 16, -(-self.variant.head_dim_v // 8) * 8
+        """Columns that the instructions compute of a head: of Q·Kᵀ in steps of 16 (FP8: 32), of P·V in steps of 8."""
+        depth = 32 if self.variant.fp8 else 16
+        return -(-self.variant.head_dim // depth) * depth, -(-self.variant.head_dim_v // 8) * 8
 
     @property
     def waste(self) -> float:
@@ -76,13 +77,13 @@ class Explanation:
     @property
     def floor(self) -> float | None:
         """The roofline: no kernel is faster than this many seconds on this GPU."""
-        if self.gpu is None:
+        if self.gpu is None or self.problem.dtype not in self.gpu.peak:
             return None
         return max(self.problem.flops() / self.gpu.peak[self.problem.dtype], self.problem.bytes() / self.gpu.bandwidth)
 
     @property
     def bound(self) -> str | None:
-        if self.gpu is None:
+        if self.gpu is None or self.problem.dtype not in self.gpu.peak:
             return None
         compute = self.problem.flops() / self.gpu.peak[self.problem.dtype]
         return "compute" if compute >= self.problem.bytes() / self.gpu.bandwidth else "memory"
@@ -153,7 +154,7 @@ def explain(op: str, *tensors: Any, gpu: str | Gpu | None = None, **arguments: A
     chosen = select(IMPLS, problem, gpu, impl).name
     choices: tuple[Choice, ...] = ()
     launch = _launch(problem, gpu) if gpu is not None and chosen == "hopper" else None
-    if gpu is not None and problem.device == "cuda":
+    if gpu is not None and problem.device == "cuda" and problem.dtype != "fp8":  # which the Triton kernel has not
         tma = not (problem.head_dim % 8 or problem.head_dim_v % 8)  # rows of contiguous tensors that TMA can address
         choices = tiles.compare(problem, gpu, tma)
         forced = override()

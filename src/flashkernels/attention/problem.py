@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DTYPE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+DTYPE_BYTES = {"fp8": 1, "fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,33 @@ class AttentionProblem:
 
     def bytes(self) -> int:
         """Least traffic: Q, K and V read once, the output and its fp32 log-sum-exp written once."""
-        q_side = self.total_q * self.heads * (self.head_dim + self.head_dim_v)
+        q_side = self.total_q * self.heads * self.head_dim
         kv_side = self.total_k * self.kv_heads * (self.head_dim + self.head_dim_v)
+        out = self.total_q * self.heads * self.head_dim_v * max(2, self.element_bytes)  # of FP8, bf16
         mask = 0
         if self.mask:
             mask = self.batch * self.seq_q * self.seq_k * (1 if self.mask == "bool" else self.element_bytes)
-        return (q_side + kv_side) * self.element_bytes + 4 * self.total_q * self.heads + mask
+        return (q_side + kv_side) * self.element_bytes + out + 4 * self.total_q * self.heads + mask
+
+
+@dataclass(frozen=True)
+class BackwardProblem:
+    """The gradients of one attention call that are asked for.
+
+    >>> call = AttentionProblem(batch=1, seq_q=4096, seq_k=4096, heads=16, kv_heads=16, head_dim=128)
+    >>> BackwardProblem(call, ("q", "k", "v")).flops() / call.flops()
+    2.5
+    """
+
+    call: AttentionProblem
+    wanted: tuple[str, ...]  # of q, k, v, alibi_slopes, sinks and mask
+    impl: str = "auto"  # as the caller of the forward named it
+    saved: bool = True  # whether the forward left its output and log-sum-exp
+
+    def flops(self) -> int:
+        """Five products: Q·Kᵀ again, dO·Vᵀ, and dQ, dK and dV. All are counted, whatever is wanted."""
+        call = self.call
+        return 2 * call.heads * call.pairs() * (3 * call.head_dim + 2 * call.head_dim_v)
 
 
 def visible_pairs(sq: int, sk: int, left: int, right: int) -> int:

@@ -1,6 +1,6 @@
 """Gradients by recomputing the scores in chunks of query rows: right, O(chunk * S_k) memory, not fast.
 
-It serves every forward feature until a fused backward takes its place.
+It serves every forward feature: on the CPU, and wherever the fused backward declines.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashkernels.attention.problem import AttentionProblem
+from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.reference import hide, positions, softmax
-from flashkernels.attention.tensors import Tensors, lse_dtype
+from flashkernels.attention.tensors import Given, RunBackward, Tensors, lse_dtype
+from flashkernels.hardware import Gpu
 
 SCORES_PER_CHUNK = 1 << 24  # 64 MB of fp32 scores; a handful of such buffers is alive at a time
 
@@ -27,6 +28,15 @@ class Chunk:
     keys: slice  # in that of k and v
     first_row: int  # of the sequence
     seq_q: int
+
+
+def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Given) -> RunBackward:
+    """Nothing to prepare. All gradients are made at once, so those that nobody wants are made too."""
+
+    def run(tensors: Tensors, given: Given, softmax_scale: float, softcap: float) -> list[Tensor | None]:
+        return backward(problem.call, tensors, given.grad_out, given.grad_lse, softmax_scale, softcap)
+
+    return run
 
 
 def backward(

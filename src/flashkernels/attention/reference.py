@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from flashkernels.attention.problem import AttentionProblem
-from flashkernels.attention.tensors import Run, Tensors, laid_out, lse_dtype, lse_shape
+from flashkernels.attention.tensors import Run, Tensors, laid_out, lse_dtype, lse_shape, output_dtype
+from flashkernels.attention.validation import SCALED_ROWS
 from flashkernels.hardware import Gpu
 
 
@@ -24,11 +25,12 @@ def forward(
     problem: AttentionProblem, tensors: Tensors, softmax_scale: float, softcap: float
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of (B, S, H, D) tensors, or with `cu_seqlens` of ragged (total, H, D) ones, sequence by sequence."""
-    q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k, block_table = tensors
+    q, k, v = dequantised(tensors)
+    alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k, block_table = tensors[3:9]
     left, right = problem.band
     if cu_seqlens_q is None or cu_seqlens_k is None:
         out, lse = attention(q, k, v, softmax_scale, left, right, softcap, alibi_slopes, sinks, mask)
-        return laid_out(problem, q, out), lse
+        return laid_out(problem, tensors.q, out.to(output_dtype(tensors.q))), lse
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = torch.full(lse_shape(q), float("-inf"), dtype=lse_dtype(q), device=q.device)
     q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
@@ -39,6 +41,23 @@ def forward(
         one = attention(q[None, rows], kb[None], vb[None], softmax_scale, left, right, softcap, slopes, sinks, None)
         out[rows], lse[:, rows] = one[0][0], one[1][0]
     return out, lse
+
+
+def dequantised(tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as they are; FP8 (B, S, H, D) as fp32, multiplied by its scales."""
+    if tensors.q.dtype != torch.float8_e4m3fn:
+        return tensors[:3]
+    return tuple(  # type: ignore[return-value]
+        x.float() if scale is None else x.float() * _of_each_row(scale, x.shape[1])
+        for x, scale in zip(tensors[:3], tensors[9:12], strict=True)
+    )
+
+
+def _of_each_row(scale: Tensor, rows: int) -> Tensor:
+    """(B, S, H, 1) of scales for each head (B, H) or for each 128 rows of it (B, H, blocks)."""
+    if scale.dim() == 2:
+        return scale[:, None, :, None]
+    return scale.repeat_interleave(SCALED_ROWS, -1)[..., :rows].transpose(1, 2)[..., None]
 
 
 def _gathered(pages: Tensor, table: Tensor, keys: slice) -> Tensor:

@@ -23,10 +23,27 @@ class Tensors(NamedTuple):
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     block_table: Tensor | None = None  # (B, pages) int32; then k and v are (pages, page_size, H_kv, D)
+    q_scale: Tensor | None = None  # of FP8, to multiply by: (B, H), or (B, H, ceil(S_q / 128))
+    k_scale: Tensor | None = None  # (B, H_kv), or (B, H_kv, ceil(S_k / 128))
+    v_scale: Tensor | None = None  # (B, H_kv)
 
 
 # What an implementation's `plan` returns: run(tensors, softmax_scale, softcap) -> output, log-sum-exp or None.
 Run = Callable[[Tensors, float, float], "tuple[Tensor, Tensor | None]"]
+
+
+class Given(NamedTuple):
+    """What a backward gets beside the inputs of the call."""
+
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    out: Tensor | None  # what the forward returned, where it kept it
+    lse: Tensor | None
+
+
+# What a backward's `plan` returns: run(tensors, given, softmax_scale, softcap) -> the gradients of q, k, v,
+# alibi_slopes, sinks and mask; None for those that were not asked for.
+RunBackward = Callable[[Tensors, Given, float, float], "list[Tensor | None]"]
 
 
 def strides_of(x: Tensor) -> tuple[int, ...]:
@@ -48,12 +65,17 @@ def unaddressable(x: Tensor) -> str:
     return ""
 
 
+def output_dtype(q: Tensor) -> torch.dtype:
+    """q's own, and bf16 for FP8."""
+    return torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+
+
 def empty_output(q: Tensor, head_dim_v: int, layout: str) -> Tensor:
     """An output for q, indexed like q, contiguous in the memory order of `layout`."""
     if q.dim() == 3 or layout == "bshd":
-        return q.new_empty((*q.shape[:-1], head_dim_v))
+        return q.new_empty((*q.shape[:-1], head_dim_v), dtype=output_dtype(q))
     batch, seq, heads, _ = q.shape
-    return q.new_empty((batch, heads, seq, head_dim_v)).transpose(1, 2)
+    return q.new_empty((batch, heads, seq, head_dim_v), dtype=output_dtype(q)).transpose(1, 2)
 
 
 def lse_shape(q: Tensor) -> tuple[int, ...]:

@@ -10,14 +10,19 @@ from torch import Tensor
 
 from flashkernels.attention.problem import AttentionProblem
 
-DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+DTYPES = {
+    torch.float8_e4m3fn: "fp8", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32",
+    torch.float64: "fp64",
+}  # fmt: skip
 LAYOUTS = ("bshd", "bhsd")
+SCALED_ROWS = 128  # rows of FP8 that share a scale, where a head has more than one
 
 
 def described(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, softmax_scale: float | None, window: tuple[int, int],
     softcap: float, alibi_slopes: Tensor | None, sinks: Tensor | None, mask: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, block_table: Tensor | None = None,
+    q_scale: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     max_seqlen_q: int = 0, max_seqlen_k: int = 0, need_lse: bool = False, layout: str = "bshd",
 ) -> AttentionProblem:  # fmt: skip
     """The problem that these tensors pose, dense (B, S, H, D) or ragged (total, H, D); raises where they pose none."""
@@ -43,6 +48,11 @@ def described(
         _check_extra("sinks", sinks, q, ((heads,),))
     if mask is not None:
         _check_mask(mask, q, (batch, heads, seq_q, seq_k))
+    _check_scale("q_scale", q_scale, q, (batch, heads), -(-seq_q // SCALED_ROWS))
+    _check_scale("k_scale", k_scale, q, (batch, kv_heads), -(-seq_k // SCALED_ROWS))
+    _check_scale("v_scale", v_scale, q, (batch, kv_heads), None)
+    if q.dtype == torch.float8_e4m3fn and varlen:
+        raise TypeError("q.dtype=torch.float8_e4m3fn: a ragged batch is taken in fp16, bf16 and fp32 only")
     return AttentionProblem(
         batch=batch, seq_q=seq_q, seq_k=seq_k, heads=heads, kv_heads=kv_heads,
         head_dim=q.shape[-1], head_dim_v=v.shape[-1], dtype=DTYPES[q.dtype], causal=causal, window=window,
@@ -175,6 +185,24 @@ def _check_extra(name: str, x: Tensor, q: Tensor, shapes: tuple[tuple[int, ...],
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {' or '.join(map(str, shapes))}")
     if x.device != q.device:
         raise ValueError(f"{name}.device={x.device} differs from q.device={q.device}")
+
+
+def _check_scale(name: str, scale: Tensor | None, q: Tensor, sizes: tuple[int, int], blocks: int | None) -> None:
+    if scale is None:
+        return
+    if not isinstance(scale, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(scale).__name__}")
+    if q.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"{name} is for torch.float8_e4m3fn; q.dtype={q.dtype}")
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{name}.dtype={scale.dtype}; it must be torch.float32")
+    shapes = (sizes,) if blocks is None else (sizes, (*sizes, blocks))
+    if tuple(scale.shape) not in shapes:
+        raise ValueError(f"{name} has shape {tuple(scale.shape)}; expected {' or '.join(map(str, shapes))}")
+    if scale.device != q.device:
+        raise ValueError(f"{name}.device={scale.device} differs from q.device={q.device}")
+    if not scale.is_contiguous():
+        raise ValueError(f"{name} has strides {scale.stride()}; it must be contiguous")
 
 
 def _check_mask(mask: Tensor, q: Tensor, full: tuple[int, ...]) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
 
 import flashkernels as fk
 from flashkernels.attention.cases import Case
+from flashkernels.attention.reference import dequantised
+from flashkernels.attention.tensors import Tensors
 from flashkernels.bench.peers import naive
 
 SCORE_LIMIT = 2 * 1024**3  # bytes of fp32 scores that one step may hold
@@ -29,6 +33,7 @@ def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
 
 def oracle(case: Case, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """What the case should give: the `torch` implementation on the inputs widened to fp32."""
+    args, kwargs = _without_scales(args, kwargs)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **piece: Any) -> torch.Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -38,8 +43,31 @@ def oracle(case: Case, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.T
 
 
 def plain(case: Case, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """What plain torch gives in the dtype of the inputs."""
+    """What plain torch gives in the dtype of the inputs. Of FP8, which it cannot multiply: see `eight_bits`."""
+    if args[0].dtype == torch.float8_e4m3fn:
+        attend = partial(naive.attention, weigh=eight_bits)
+        return _assembled(attend, case, *_without_scales(args, kwargs), torch.bfloat16)
     return _assembled(naive.attention, case, args, kwargs, args[0].dtype)
+
+
+def eight_bits(scores: torch.Tensor) -> torch.Tensor:
+    """The softmax of fp32 scores with weights that are rounded to FP8, as P must be for the tensor cores; their sum is
+    not rounded. The largest weight of a row is between 8 and 16: FP8 has few bits below 1, and ends at 448."""
+    logits = scores * math.log2(math.e)
+    top = logits.amax(-1, keepdim=True)
+    weights = torch.exp2(logits - (top.ceil() - 4))
+    return weights.to(torch.float8_e4m3fn).to(scores.dtype) / weights.sum(-1, keepdim=True)
+
+
+def _without_scales(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """FP8 inputs multiplied by their scales, in fp32; others as they are."""
+    if args[0].dtype != torch.float8_e4m3fn:
+        return args, kwargs
+    names = ("q_scale", "k_scale", "v_scale")
+    q_scale, k_scale, v_scale = map(kwargs.get, names)
+    q, k, v = args
+    tensors = Tensors(q, k, v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    return dequantised(tensors), {name: value for name, value in kwargs.items() if name not in names}
 
 
 def _assembled(

@@ -190,7 +190,7 @@ def _figures(case: Case, times: timing.Times, gpu: Gpu | None) -> dict[str, Any]
         "tflops": flops / seconds / 1e12,
         "tbps": traffic / seconds / 1e12,
     }
-    if gpu:
+    if gpu and case.problem.dtype in gpu.peak:
         compute, memory = flops / gpu.peak[case.problem.dtype], traffic / gpu.bandwidth
         figures |= {"roofline": max(compute, memory) / seconds, "bound": "compute" if compute >= memory else "memory"}
     return figures

@@ -21,7 +21,7 @@ WIDTH = 160  # columns of the table where the output is a file or a pipe
 
 def bench(
     op: Annotated[str, typer.Argument(help="The op to run: attention.")],
-    suite: Annotated[str, typer.Option(help="headdims, scaling, seqlens, features or shapes.")] = "headdims",
+    suite: Annotated[str, typer.Option(help="headdims, scaling, seqlens, features, shapes or fp8.")] = "headdims",
     quick: Annotated[bool, typer.Option("--quick", help="A few cases on a GPU, tiny sizes on the CPU.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write the results as JSON.")] = None,
     update: Annotated[bool, typer.Option("--update", help="Keep the other rows that the JSON file has.")] = False,
@@ -41,7 +41,7 @@ def bench(
     """
     import torch
 
-    from flashkernels.bench import report, results as files, runner
+    from flashkernels.bench import accuracy, report, results as files, runner
     from flashkernels.bench.peers import choose
     from flashkernels.bench.suites import only, suite as load
     from flashkernels.hardware import detect
@@ -72,6 +72,8 @@ def bench(
         files.require_same_machine(before.meta, results.meta, json)
     if costs := runner.launch_costs(device, named):
         results.meta |= {"launch_us": next(iter(costs.values())), "launch_us_by_impl": costs}
+    if any(case.problem.dtype == "fp8" for case in chosen.cases):
+        results.meta["error_to_exact"] = accuracy.errors(device)
     whole, broken = results, None
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=progress_console, transient=True) as progress:
@@ -159,6 +161,9 @@ def notes(results: Results) -> list[str]:
     for (impl, reason), rows in declined.items():
         where = rows[0].case if len(rows) == 1 else f"{rows[0].case} and {len(rows) - 1} more"
         lines.append(f"{impl} left out of {where}: {reason}")
+    for name, errors in results.meta.get("error_to_exact", {}).items():
+        each = ", ".join(f"{error:.2g} ({way})" for way, error in errors.items())
+        lines.append(f"error against fp32 on {name} inputs, before they are rounded: {each}")
     small = "one eager call of fk.attention" if results.meta["gpu"] else "one tiny call of fk.attention"
     if costs := results.meta.get("launch_us_by_impl"):
         each = ", ".join(f"{cost:.1f} ({impl})" for impl, cost in costs.items())

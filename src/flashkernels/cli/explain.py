@@ -16,7 +16,7 @@ def explain(
     batch: Annotated[int, typer.Option()] = 4,
     heads: Annotated[int, typer.Option(help="query heads; 0: round(2048 / head_dim)")] = 0,
     kv_heads: Annotated[int, typer.Option(help="key heads; 0: as many as query heads")] = 0,
-    dtype: Annotated[str, typer.Option(help="fp16, bf16 or fp32")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="fp8, fp16, bf16 or fp32")] = "bf16",
     causal: Annotated[bool, typer.Option("--causal")] = False,
     window: Annotated[tuple[int, int], typer.Option(help="left and right; -1: unbounded")] = (-1, -1),
     softcap: Annotated[bool, typer.Option("--softcap")] = False,

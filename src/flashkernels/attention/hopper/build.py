@@ -40,7 +40,7 @@ class Report:
             found.append(f"{made.shared} bytes of shared memory; the limit is {SHARED_LIMIT}")
         if self.spills > MOST_SPILLS:
             found.append(f"spills {self.spills} bytes; the limit is {MOST_SPILLS}")
-        if not made.count("HGMMA"):
+        if not made.count(matrix_opcode(self.variant)):
             found.append("has no wgmma")
         return found
 
@@ -63,6 +63,11 @@ def _checked(variant: Variant) -> tuple[str, list[str]]:
         return label(variant), build(variant).faults
     except nvrtc.CompileError as error:
         return label(variant), [str(error)]
+
+
+def matrix_opcode(variant: Variant) -> str:
+    """The machine's name of wgmma, by the type of its operands."""
+    return "QGMMA" if variant.fp8 else "HGMMA"
 
 
 def most_registers(variant: Variant) -> int:

@@ -21,15 +21,15 @@ DEVICE void note_poisoned(bool poisoned, u32 list, u16* first_row, int tile) {
       ::"r"((int)poisoned), "r"(list), "l"(first_row), "r"(tile) : "memory");
 }
 
-// Row `key` of K or V.
-DEVICE const u16* row_of(const Params& p, const Work& w, const u16* data, const Strides& strides, int key) {
+// Where row `key` of K or V starts.
+DEVICE i64 row_of(const Params& p, const Work& w, const Strides& strides, int key) {
   const int kv_head = w.head / p.group;
   i64 batch = w.batch, row = w.k_row + key;
   if (PAGED) {
     batch = p.pages[(i64)w.batch * p.max_pages + key / p.page_size];
     row = key % p.page_size;
   }
-  return data + batch * strides.batch + row * strides.seq + kv_head * strides.head;
+  return batch * strides.batch + row * strides.seq + kv_head * strides.head;
 }
 
 // One output row, by a whole warp.
@@ -37,12 +37,13 @@ DEVICE void careful_row(const Params& p, const Work& w, int query, int head, int
   const int diagonal = query + w.seq_k - w.seq_q;
   const int begin = LEFT ? max(0, diagonal - p.left) : 0;
   const int end = RIGHT ? min(w.seq_k, diagonal + p.right + 1) : w.seq_k;
-  const u16* q = p.q_data + w.batch * p.q_strides.batch + (w.q_row + query) * p.q_strides.seq + head * p.q_strides.head;
+  const i64 q = w.batch * p.q_strides.batch + (w.q_row + query) * p.q_strides.seq + head * p.q_strides.head;
   auto logit = [&](int key) {
-    const u16* k = row_of(p, w, p.k_data, p.k_strides, key);
+    const i64 k = row_of(p, w, p.k_strides, key);
+    const float scale = p.scale * query_scale(p, w, query, head) * key_scale(p, w, key);
     float s = 0.f;
-    for (int d = 0; d < D; d++) s = fmaf(unpacked(q[d]), unpacked(k[d]), s);
-    s = SOFTCAP ? p.softcap * tanh_approx(s * p.scale) : s * p.scale;
+    for (int d = 0; d < D; d++) s = fmaf(element(p.q_data, q + d), element(p.k_data, k + d), s);
+    s = SOFTCAP ? p.softcap * tanh_approx(s * scale) : s * scale;
     if (ALIBI) s -= p.slopes[w.batch * p.slope_batch + head] * LOG2E * fabsf((float)(diagonal - key));
     return s;
   };
@@ -59,18 +60,18 @@ DEVICE void careful_row(const Params& p, const Work& w, int query, int head, int
     total += mine;
     for (int i = 0; i < min(32, end - first); i++) {
       const float weight = __shfl_sync(~0u, mine, i);
-      const u16* v = row_of(p, w, p.v_data, p.v_strides, first + i);
+      const i64 v = row_of(p, w, p.v_strides, first + i);
 #pragma unroll
       for (int c = 0; c < ceil_div(DV, 32); c++) {
         if (c * 32 + lane >= DV) continue;
-        const float x = unpacked(v[c * 32 + lane]);
+        const float x = element(p.v_data, v + c * 32 + lane);
         o[c] += x - x == 0.f ? weight * x : x;  // a visible Inf or NaN stays one, however small its weight
       }
     }
   }
 #pragma unroll
   for (int step = 16; step; step /= 2) total += __shfl_xor_sync(~0u, total, step);
-  const float inverse = total == 0.f ? 0.f : reciprocal(total);
+  const float inverse = total == 0.f ? 0.f : value_scale(p, w) * reciprocal(total);
   u16* out = p.out + output_at(p, w, query, head);
 #pragma unroll
   for (int c = 0; c < ceil_div(DV, 32); c++)

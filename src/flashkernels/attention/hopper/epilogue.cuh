@@ -22,7 +22,7 @@ struct Epilogue {
         total = total * rescale + exp2_approx(sink - most);
         reference = most;
       }
-      factor[r] = total == 0.f ? 0.f : rescale * reciprocal(total);
+      factor[r] = total == 0.f ? 0.f : rescale * value_scale(p, w) * reciprocal(total);
       const float lse = total == 0.f ? -INF : (reference + log2_approx(total)) * LN2;
       if (p.lse != nullptr && (lane & 3) == 0 && place.exists)
         p.lse[w.batch * p.lse_batch + place.head * p.lse_head + w.q_row + place.query] = lse;

@@ -11,6 +11,7 @@
 // which the build turns into an error) when their registers are copied, or when a branch lies between them and their
 // wait. docs/notes/hopper_forward.md has the rules.
 #include "epilogue.cuh"
+#include "values.cuh"
 #include "wgmma.cuh"
 
 DEVICE void produce(const Params& p, u32 smem, u32 rank, int lane) {
@@ -19,12 +20,12 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int lane) {
   Mailbox mail(smem, rank == 0 ? 1 : 0);
   const int tiles = total_tiles(p);
   const bool leader = lane == 0;
+  int kv_head;  // of this tile; divided once, not for each key tile: a division takes as long as a load's issue
 
   // One key tile of K or V: every lane with a box of rows loads it, chunk of columns by chunk.
   auto load_rows = [&](const Work& w, u32 to, u32 barrier, int tile, const TensorMap& map, int width, int chunks,
-                       const TensorMap* rest, int rest_width) {
-    const int kv_head = w.head / p.group, boxes = BLOCK_N / (BOX * CLUSTER);
-    if (lane >= boxes) return;
+                       const TensorMap* rest, int rest_width) {  // widths in bytes
+    if (lane >= BLOCK_N / (BOX * CLUSTER)) return;
     const int row = PAGED ? lane * BOX : rank * BOX;
     int key = tile * BLOCK_N + row, batch = VARLEN ? 0 : w.batch;
     if (PAGED) {
@@ -34,9 +35,9 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int lane) {
     }
 #pragma unroll
     for (int c = 0; c < chunks; c++)
-      tma::multicast(to + (c * BLOCK_N + row) * width * 2, map, barrier, c * width, w.k_row + key, kv_head, batch);
+      tma::multicast(to + (c * BLOCK_N + row) * width, map, barrier, c * width / ELEMENT, w.k_row + key, kv_head, batch);
     if (rest_width)
-      tma::multicast(to + chunks * BLOCK_N * width * 2 + row * rest_width * 2, *rest, barrier, chunks * width,
+      tma::multicast(to + chunks * BLOCK_N * width + row * rest_width, *rest, barrier, chunks * width / ELEMENT,
                      w.k_row + key, kv_head, batch);
   };
   auto load_k = [&](const Work& w, int tile) {
@@ -52,7 +53,15 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int lane) {
     mbarrier::wait(smem + V_EMPTY + 8 * v.stage, v.phase);
     if (leader) mbarrier::expect(barrier, V_BYTES);
     __syncwarp();
-    load_rows(w, smem + V_AT + V_TILE * v.stage, barrier, tile, p.v, V_WIDTH, V_CHUNKS, nullptr, 0);
+    const u32 to = smem + V_AT + V_TILE * v.stage;
+    if constexpr (FP8) {  // transposed: the keys are columns
+      if (leader)
+#pragma unroll
+        for (int c = 0; c < V_CHUNKS; c++)
+          tma::load(to + c * DV * V_WIDTH, p.v, barrier, tile * BLOCK_N + c * V_WIDTH, 0, kv_head, w.batch);
+    } else {
+      load_rows(w, to, barrier, tile, p.v, V_WIDTH, V_CHUNKS, nullptr, 0);
+    }
     v.advance();
   };
   auto load_q = [&](const Work& w, int group) {
@@ -68,8 +77,8 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int lane) {
       else tma::load(to, map, barrier, column, 0, query, w.head, batch);
     };
 #pragma unroll
-    for (int c = 0; c < K_CHUNKS; c++) load_chunk(to + c * 64 * K_WIDTH * 2, p.q, c * K_WIDTH);
-    if (K_REST) load_chunk(to + K_CHUNKS * 64 * K_WIDTH * 2, p.q_rest, K_CHUNKS * K_WIDTH);
+    for (int c = 0; c < K_CHUNKS; c++) load_chunk(to + c * 64 * K_WIDTH, p.q, c * K_WIDTH / ELEMENT);
+    if (K_REST) load_chunk(to + K_CHUNKS * 64 * K_WIDTH, p.q_rest, K_CHUNKS * K_WIDTH / ELEMENT);
   };
 
   int t = blockIdx.x / CLUSTER;
@@ -86,6 +95,7 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int lane) {
     // Asked for now and looked at after the loads of this tile: the answer takes a microsecond.
     if (rank == 0 && leader) t = atomicAdd(p.counters, 1) + gridDim.x / CLUSTER;
     w.block = w.block * CLUSTER + rank;
+    kv_head = w.head / p.group;
     const Keys keys = keys_of(p, w, w.block / CLUSTER * CLUSTER * BLOCK_Q, BLOCK_Q * CLUSTER);
     int tile = keys.end - 1;
 #pragma unroll
@@ -125,14 +135,17 @@ struct Consumer {
   int skipped;             // key tiles of the block, at its right end, that this warpgroup does not see
   int clear_from, clear_to;  // key tiles in between hide nothing from any row of this warpgroup
   Rows rows;
+  const float* key_scales;  // FP8: of this tile's key head, one for all or for each 128 keys
+  float head_scale;
   Softmax softmax;
   float s[BLOCK_N / 2], o[DV / 2];
   u32 q[Q_IN_REGISTERS ? QK_STEPS * 4 : 1];
 
   DEVICE Consumer(const Params& p, u32 smem, u32 rank, int group, int warp, int lane)
       : p(p), smem(smem), rank(rank), group(group), warp(warp), lane(lane), k(0), v(0), q_ring(0), mail(smem, 0),
-        first_k(wgmma::by_row(smem + K_AT)), first_v(wgmma::by_column(smem + V_AT, V_WIDTH, BLOCK_N)) {
-    softmax.scale = TRANSFORMED ? 1.f : p.scale;
+        first_k(wgmma::by_row(smem + K_AT)),
+        first_v(FP8 ? wgmma::by_row(smem + V_AT) : wgmma::by_column(smem + V_AT, V_WIDTH, BLOCK_N)) {
+    softmax.scale[0] = softmax.scale[1] = TRANSFORMED ? 1.f : p.scale;
   }
 
   // --- taking turns: with ping-pong, one warpgroup's matrix products run under the other's exponentials
@@ -202,22 +215,22 @@ struct Consumer {
     wgmma::fence();
 #pragma unroll
     for (int i = 0; i < QK_STEPS; i++) {
-      const u64 b = wgmma::descriptor(at_k + ((step_chunk(i, BLOCK_N) + step_column(i) * 2) >> 4), step_width(i));
+      const u64 b = wgmma::descriptor(at_k + ((step_chunk(i, BLOCK_N) + step_byte(i)) >> 4), step_width(i));
       if (Q_IN_REGISTERS) {
         mma_qk_registers(s, q + 4 * i, b, i > 0);
       } else {
-        const u32 at = at_q + ((step_chunk(i, 64) + step_column(i) * 2) >> 4);
+        const u32 at = at_q + ((step_chunk(i, 64) + step_byte(i)) >> 4);
         mma_qk(s, wgmma::descriptor(at, step_width(i)), b, i > 0);
       }
     }
     wgmma::commit();
   }
-  DEVICE void issue_pv(const u32 (&weights)[BLOCK_N / 4]) {  // O += P·V
+  DEVICE void issue_pv(const u32 (&weights)[P_WORDS]) {  // O += P·V
     const u32 at_v = first_v + v.stage * (V_TILE >> 4);
     wgmma::fence();
 #pragma unroll
     for (int i = 0; i < PV_STEPS; i++)
-      mma_pv(o, weights + 4 * i, wgmma::descriptor(at_v + i * ((16 * V_WIDTH * 2) >> 4), V_WIDTH));
+      mma_pv(o, weights + 4 * i, wgmma::descriptor(at_v + (value_step(i) >> 4), V_WIDTH));
     wgmma::commit();
   }
 
@@ -240,6 +253,10 @@ struct Consumer {
     }
     if (LEFT) clear_from = ceil_div(max(0, last + shift - p.left), BLOCK_N);
     rows.look(p, w, keys, group, warp, lane);
+    if (FP8) {
+      key_scales = p.k_scale + key_scale_row(p, w) * max(1, p.k_blocks);
+      head_scale = *key_scales;
+    }
     if (!first_tile) q_ring.advance();
     at_q = wgmma::by_row(smem + Q_AT + Q_TILE * q_slot());
     mbarrier::wait(smem + Q_FULL + 8 * q_slot(), q_ring.phase);
@@ -248,8 +265,8 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < QK_STEPS; i++) {
       const int width = step_width(i);
-      u32 at = (warp * 16 + (lane & 15)) * width * 2 + step_column(i) * 2 + (lane >> 4) * 16;
-      at ^= ((at >> 7) & (width == 64 ? 7 : width == 32 ? 3 : 1)) << 4;
+      u32 at = (warp * 16 + (lane & 15)) * width + step_byte(i) + (lane >> 4) * 16;
+      at ^= ((at >> 7) & (width / 16 - 1)) << 4;
       asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                    : "=r"(q[4 * i]), "=r"(q[4 * i + 1]), "=r"(q[4 * i + 2]), "=r"(q[4 * i + 3])
                    : "r"(from + step_chunk(i, 64) + at) : "memory");
@@ -260,16 +277,30 @@ struct Consumer {
 
   DEVICE bool is_clear(int tile) const { return tile < clear_to && (!LEFT || tile >= clear_from); }
 
+  // FP8: what the scores of a key tile are worth. (BLOCK_N divides 128, so a tile has one scale.)
+  DEVICE float scale_of(int tile) const {
+    return !FP8 ? 1.f : p.k_blocks ? key_scales[tile * BLOCK_N / SCALED_ROWS] : head_scale;
+  }
+  DEVICE void take_scale(float of_keys) {
+    if (FP8 && !TRANSFORMED)
+#pragma unroll
+      for (int r = 0; r < 2; r++)  // not 0, even for a head of zeros: hidden scores are -inf
+        softmax.scale[r] = fmaxf(p.scale * rows.scale[r] * of_keys, 1e-37f);
+  }
+
   // The softmax of a query tile's first key tile.
-  DEVICE void first_softmax(u32 (&weights)[BLOCK_N / 4]) {
-    transform(p, s, rows, keys.end - 1, lane);
+  DEVICE void first_softmax(u32 (&weights)[P_WORDS]) {
+    const float of_keys = scale_of(keys.end - 1);
+    take_scale(of_keys);
+    transform(p, s, rows, of_keys, keys.end - 1, lane);
     if (!is_clear(keys.end - 1)) hide(s, rows, keys.end - 1, lane);
     softmax.begin(s, weights);
   }
 
   // One key tile: S = Q·Kᵀ and, from the tile before it, O += P·V; then the softmax of S into the other P.
   template <bool MASKED>
-  DEVICE void step(int tile, u32 (&weights)[BLOCK_N / 4], u32 (&next)[BLOCK_N / 4]) {
+  DEVICE void step(int tile, u32 (&weights)[P_WORDS], u32 (&next)[P_WORDS]) {
+    const float of_keys = scale_of(tile);
     await_k();
     await_turn();
     issue_qk();
@@ -278,7 +309,8 @@ struct Consumer {
     pass_turn();
     wgmma::wait<1>();
     release_operands(tile);
-    transform(p, s, rows, tile, lane);
+    take_scale(of_keys);
+    transform(p, s, rows, of_keys, tile, lane);
     if (MASKED) hide(s, rows, tile, lane);
     float sum[2];
     softmax.exponentials(s, next, sum);
@@ -298,7 +330,7 @@ struct Consumer {
   }
 
   // Steps come in pairs, so that P alternates between two sets of registers: a copy in the loop would serialise.
-  DEVICE void walk_keys(u32 (&even)[BLOCK_N / 4], u32 (&odd)[BLOCK_N / 4]) {
+  DEVICE void walk_keys(u32 (&even)[P_WORDS], u32 (&odd)[P_WORDS]) {
     int tile = keys.end - 2;
 #pragma unroll
     for (int i = 0; i < DV / 2; i++) o[i] = 0.f;
@@ -324,7 +356,7 @@ struct Consumer {
     if (tile == keys.first) {
       step<BAND>(tile, even, odd);
 #pragma unroll
-      for (int i = 0; i < BLOCK_N / 4; i++) asm volatile("mov.b32 %0, %1;" : "=r"(even[i]) : "r"(odd[i]) : "memory");
+      for (int i = 0; i < P_WORDS; i++) asm volatile("mov.b32 %0, %1;" : "=r"(even[i]) : "r"(odd[i]) : "memory");
     }
   }
 
@@ -337,7 +369,7 @@ struct Consumer {
   }
 
   DEVICE void run() {
-    u32 even[BLOCK_N / 4], odd[BLOCK_N / 4];
+    u32 even[P_WORDS], odd[P_WORDS];
     const u32 noted = smem + POISONED_AT + 4 * (4 * group + warp);
     if (lane == 0) asm volatile("st.shared.b32 [%0], %1;" ::"r"(noted), "r"(-1) : "memory");
     __syncwarp();
@@ -414,8 +446,8 @@ DEVICE void clear_rows_of_nobody(u32 smem) {
   for (int slot = 0; slot < GROUPS * Q_STAGES; slot++)
     for (int chunk = 0; chunk < K_CHUNKS + (K_REST > 0); chunk++) {
       const int width = chunk < K_CHUNKS ? K_WIDTH : K_REST;
-      const u32 at = smem + Q_AT + Q_TILE * slot + chunk * 64 * K_WIDTH * 2;
-      for (int i = QUERIES * PACK * width * 2 + 4 * threadIdx.x; i < 64 * width * 2; i += 4 * THREADS)
+      const u32 at = smem + Q_AT + Q_TILE * slot + chunk * 64 * K_WIDTH;
+      for (int i = QUERIES * PACK * width + 4 * threadIdx.x; i < 64 * width; i += 4 * THREADS)
         asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + i), "r"(0) : "memory");
     }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

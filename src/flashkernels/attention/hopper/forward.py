@@ -31,11 +31,12 @@ class Params(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_uint64 * 16) for name in ("q", "q_rest", "k", "k_rest", "v")),
         *((name, ctypes.c_void_p) for name in (
-            "out", "lse", "slopes", "sinks", "cu_q", "cu_k", "pages", "counters", "order", "partial",
-            "q_data", "k_data", "v_data",
+            "out", "lse", "counters", "q_data", "k_data", "v_data", "slopes", "sinks", "cu_q", "cu_k", "order", "pages",
+            "partial", "q_scale", "k_scale", "v_scale", "values",
         )),
         *((name, ctypes.c_int64 * 3) for name in ("q_strides", "k_strides", "v_strides", "out_strides")),
         *((name, ctypes.c_int64) for name in ("lse_batch", "lse_head", "slope_batch")),
+        *((name, ctypes.c_int) for name in ("q_blocks", "k_blocks", "values_row", "unused")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
         *((name, ctypes.c_int) for name in (
             "batch", "heads", "group", "seq_q", "seq_k", "left", "right", "blocks", "tiles", "section", "splits",
@@ -57,7 +58,7 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
     device = tensors.q.device.index
     code = library(variant)
     forward = code.kernel("forward", variant.shared)
-    order = code.kernel("order", 0)
+    order, turn = code.kernel("order", 0), code.kernel("values", 0)
     params = described(problem, choice, tensors)
     most = tiles.query_tiles(problem, tile, variant.pack) if problem.varlen else params.tiles
     grid = (most if variant.split else min(gpu.sms // tile.cluster, most)) * tile.cluster
@@ -69,48 +70,66 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
     address = ctypes.addressof(buffer) + offset
     block = Params.from_buffer(buffer, offset)
     ctypes.memmove(address, ctypes.addressof(params), ctypes.sizeof(Params))
-    write_pointers = functools.partial(POINTERS.pack_into, buffer, offset + Params.out.offset)
+    write_common = functools.partial(COMMON.pack_into, buffer, offset + Params.out.offset)
+    write_special = functools.partial(SPECIAL.pack_into, buffer, offset + Params.slopes.offset)
     write_scales = functools.partial(SCALES.pack_into, buffer, offset + Params.scale.offset)
     lock = threading.Lock()
     mapped = (0, 0, 0)
+    plain = not (problem.alibi or problem.sinks or problem.varlen or variant.split or variant.fp8)
     order_blocks = -(-problem.batch // 128) if problem.varlen else 0
+    value_blocks = problem.batch * problem.kv_heads * -(-problem.head_dim_v // 64) * params.values_row // 128
 
     def run(tensors: Tensors, softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
         nonlocal mapped
         if device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return run(tensors, softmax_scale, softcap)
-        q, k, v, slopes, sinks, _, cu_q, cu_k, table = tensors
+        q, k, v = tensors[:3]
         out = empty_output(q, problem.head_dim_v, problem.layout)
         lse = q.new_empty(lse_shape(q), dtype=torch.float32) if problem.need_lse else None
+        special = () if plain else special_tensors(tensors)
+        turned = special[-1] if variant.fp8 else v
         stream = torch._C._cuda_getCurrentRawStream(device)
-        slopes, sinks = _float32(slopes), _float32(sinks)
-        ordered = q.new_empty(2 * problem.batch + 1, dtype=torch.int32) if order_blocks else None
-        partial = q.new_empty(parts, dtype=torch.float32) if parts else None
         count = counters(device, stream)
-        pointers = (q.data_ptr(), k.data_ptr(), v.data_ptr())
+        pointers = (q.data_ptr(), k.data_ptr(), turned.data_ptr())
         with lock:
             if mapped != pointers:
-                maps.fill(block, q, k, v)
+                maps.fill(block, q, k, turned)
                 mapped = pointers
-            write_pointers(
-                out.data_ptr(), _address(lse), _address(slopes), _address(sinks), _address(cu_q), _address(cu_k),
-                _address(table), count, _address(ordered), _address(partial), *pointers,
-            )  # fmt: skip
+            write_common(out.data_ptr(), 0 if lse is None else lse.data_ptr(), count, *pointers[:2], v.data_ptr())
+            if special:
+                write_special(*(0 if x is None else x.data_ptr() for x in special))
             write_scales(softmax_scale / softcap if softcap else softmax_scale * LOG2E, softcap * LOG2E)
             if order_blocks:
                 order.launch(order_blocks, 128, stream, address)
+            if value_blocks:
+                turn.launch(value_blocks, 128, stream, address)
             forward.launch(grid, variant.threads, stream, address)
         return out, lse
+
+    def special_tensors(tensors: Tensors) -> tuple[Any, ...]:
+        """What SPECIAL holds, in its order; made afresh for each call where it is not an argument."""
+        q, _, v, slopes, sinks, _, cu_q, cu_k, table, *scales = tensors
+        ordered = q.new_empty(2 * problem.batch + 1, dtype=torch.int32) if problem.varlen else None
+        partial = q.new_empty(parts, dtype=torch.float32) if parts else None
+        turned = None
+        if variant.fp8:
+            heads = (problem.heads, problem.kv_heads, problem.kv_heads)
+            scales = [q.new_ones(problem.batch, n, dtype=torch.float32) if scale is None else scale
+                      for n, scale in zip(heads, scales, strict=True)]  # fmt: skip
+            turned = v.new_empty(problem.batch, problem.kv_heads, problem.head_dim_v, params.values_row)
+        return (_float32(slopes), _float32(sinks), cu_q, cu_k, ordered, table, partial, *scales, turned)
 
     return run
 
 
-POINTERS, SCALES = struct.Struct("13Q"), struct.Struct("2f")  # Params from `out` to `v_data`, and from `scale` on
+# Parts of Params: from `out` to `v_data`, from `slopes` to `values`, `scale` and `softcap`.
+COMMON, SPECIAL, SCALES = struct.Struct("6Q"), struct.Struct("11Q"), struct.Struct("2f")
 
 
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
+def _blocks(scale: Tensor | None) -> int:
+    """Scales of one head; 0: one for all its rows."""
+    return scale.shape[2] if scale is not None and scale.dim() == 3 else 0
 
 
 def _float32(x: Tensor | None) -> Tensor | None:
@@ -128,7 +147,7 @@ def described(problem: AttentionProblem, choice: tiles.Choice, tensors: Tensors)
     out = empty_output(q.to("meta"), problem.head_dim_v, problem.layout)  # for its strides
     slopes = tensors.alibi_slopes
     three = ctypes.c_int64 * 3
-    kv_bytes = problem.total_k * problem.kv_heads * (problem.head_dim + problem.head_dim_v) * 2
+    kv_bytes = problem.total_k * problem.kv_heads * (problem.head_dim + problem.head_dim_v) * problem.element_bytes
     sections = max(1, round(kv_bytes / SECTION_BYTES))
     return Params(
         q_strides=three(*strides_of(q)[:3]), k_strides=three(*strides_of(k)[:3]), v_strides=three(*strides_of(v)[:3]),
@@ -136,6 +155,8 @@ def described(problem: AttentionProblem, choice: tiles.Choice, tensors: Tensors)
         lse_batch=0 if problem.varlen else problem.heads * problem.seq_q,
         lse_head=problem.total_q if problem.varlen else problem.seq_q,
         slope_batch=problem.heads if slopes is not None and slopes.dim() == 2 else 0,
+        q_blocks=_blocks(tensors.q_scale), k_blocks=_blocks(tensors.k_scale),
+        values_row=-(-problem.seq_k // 128) * 128 if variant.fp8 else 0,
         batch=problem.batch, heads=heads, group=problem.heads // problem.kv_heads // pack,
         seq_q=problem.seq_q, seq_k=problem.seq_k, left=left, right=right, blocks=blocks,
         tiles=blocks * problem.batch * heads * choice.splits,
@@ -158,7 +179,7 @@ class Maps:
             rows = tiles.page_rows(variant.tile.block_n)
         block.q = self.queries(q, k_width)
         block.k = self.keys(k, k_width, rows)
-        block.v = self.keys(v, v_width, rows)
+        block.v = self.turned(v, v_width) if variant.fp8 else self.keys(v, v_width, rows)
         if k_rest:
             block.q_rest = self.queries(q, k_rest)
             block.k_rest = self.keys(k, k_rest, rows)
@@ -172,13 +193,20 @@ class Maps:
             return self.keys(x, width, 64)
         sizes = (dim, pack, seq, heads // pack, batch)
         strides = (steps[2], steps[1], steps[2] * pack, steps[0])
-        return self.encoded(x, sizes, strides, (width, pack, 64 // pack, 1, 1))
+        return self.encoded(x, sizes, strides, (width // x.element_size(), pack, 64 // pack, 1, 1))
 
     def keys(self, x: Tensor, width: int, rows: int) -> Any:
-        """(column, key, head, batch), or a page in the place of the batch."""
+        """(column, key, head, batch), or a page in the place of the batch. `width` is in bytes."""
         batch, seq, heads, dim = (1, *x.shape)[-4:]
         steps = spaced(x)
-        return self.encoded(x, (dim, seq, heads, batch), (steps[1], steps[2], steps[0]), (width, rows, 1, 1))
+        columns = width // x.element_size()
+        return self.encoded(x, (dim, seq, heads, batch), (steps[1], steps[2], steps[0]), (columns, rows, 1, 1))
+
+    def turned(self, x: Tensor, width: int) -> Any:
+        """(key, column, head, batch) of V transposed, (B, H_kv, D_v, keys)."""
+        batch, heads, dim, keys = x.shape
+        strides = (keys, keys * dim, keys * dim * heads)
+        return self.encoded(x, (keys, dim, heads, batch), strides, (width, dim, 1, 1))
 
     def encoded(self, x: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Any:
         # A box may be larger than the tensor: what lies outside arrives as zeros.
@@ -191,5 +219,5 @@ class Maps:
 def spaced(x: Tensor) -> list[int]:
     """(batch, seq, head) strides; a dimension of size 1 is never stepped over, so any stride that TMA takes will do."""
     shape = (1, *x.shape)[-4:]
-    row = -(-shape[-1] // 8) * 8
+    row = -(-shape[-1] // 16) * 16
     return [step if n > 1 else row for n, step in zip(shape[:3], strides_of(x)[:3], strict=True)]

@@ -58,10 +58,24 @@ DEVICE u32 pack(float low, float high) {
   return r;
 }
 
-DEVICE float unpacked(u16 x) {
+// Two floats as two bytes of FP8 (e4m3).
+DEVICE u32 pack_bytes(float low, float high) {
+  u16 r;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+// Element `at` of an input.
+DEVICE float element(const void* data, i64 at) {
   float y;
-  if (FP16) asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-  else y = __int_as_float((int)x << 16);
+  if (FP8) {
+    asm("{.reg .b32 both; .reg .b16 low, high; cvt.rn.f16x2.e4m3x2 both, %1; mov.b32 {low, high}, both;"
+        " cvt.f32.f16 %0, low;}" : "=f"(y) : "h"((u16)((const unsigned char*)data)[at]));
+  } else if (FP16) {
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(((const u16*)data)[at]));
+  } else {
+    y = __int_as_float((int)((const u16*)data)[at] << 16);
+  }
   return y;
 }
 

@@ -9,13 +9,15 @@
 
 // P must fit its 16-bit type, and P·V must not overflow where the true weights (at most 1) would not: 65504 is the end
 // of fp16; bf16 reaches as far as fp32, and 2^16 leaves all but V's last 16 powers of two.
-constexpr float LIMIT = FP16 ? 32768.f : 65536.f;
+// FP8 ends at 448 and has few bits below 1, so its weights start at 2^HEADROOM instead of 1.
+constexpr float LIMIT = FP8 ? 448.f : FP16 ? 32768.f : 65536.f;
+constexpr float HEADROOM = FP8 ? 4.f : 0.f;
 // The reference of a row that has seen no key: hidden logits (-inf) still give 0, any visible one exceeds LIMIT.
 constexpr float UNSEEN = -1e38f;
 
 struct Softmax {
   float reference[2], total[2];  // in units of log2; total: this thread's part of the sum
-  float scale;                   // of the scores, log2(e) included; 1 where they are logits already
+  float scale[2];                // of the scores, log2(e) included; 1 where they are logits already
 
   DEVICE static void row_max(const float (&s)[BLOCK_N / 2], float (&most)[2]) {
     float part[2][2];  // two chains a row
@@ -37,27 +39,35 @@ struct Softmax {
   }
 
   // P = 2^(S - reference) in 16 bits, and this thread's part of the row sums.
-  DEVICE void exponentials(const float (&s)[BLOCK_N / 2], u32 (&p)[BLOCK_N / 4], float (&sum)[2]) const {
+  DEVICE void exponentials(const float (&s)[BLOCK_N / 2], u32 (&p)[P_WORDS], float (&sum)[2]) const {
     float part[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 4; i++) {
       const int r = i & 1;
-      const float a = exp2_approx(TRANSFORMED ? s[2 * i] - reference[r] : fmaf(s[2 * i], scale, -reference[r]));
-      const float b = exp2_approx(TRANSFORMED ? s[2 * i + 1] - reference[r] : fmaf(s[2 * i + 1], scale, -reference[r]));
+      const float x = s[2 * i], y = s[2 * i + 1];
+      const float a = exp2_approx(TRANSFORMED ? x - reference[r] : fmaf(x, scale[r], -reference[r]));
+      const float b = exp2_approx(TRANSFORMED ? y - reference[r] : fmaf(y, scale[r], -reference[r]));
       part[r][0] += a;
       part[r][1] += b;
-      p[i] = pack(a, b);
+      if constexpr (FP8) {
+        // A thread holds keys 8j + 2t and the next, the operand wants 4t to 4t + 3: pairs of two groups j share a
+        // register, and V's keys are in the order that results (values.cuh).
+        const int j = i >> 1, word = j / 4 * 4 + (j >> 1 & 1) * 2 + r;
+        p[word] = j & 1 ? p[word] | pack_bytes(a, b) << 16 : pack_bytes(a, b);
+      } else {
+        p[i] = pack(a, b);
+      }
     }
     sum[0] = part[0][0] + part[0][1];
     sum[1] = part[1][0] + part[1][1];
   }
 
   // The first key tile of a row sets its reference.
-  DEVICE void begin(const float (&s)[BLOCK_N / 2], u32 (&p)[BLOCK_N / 4]) {
+  DEVICE void begin(const float (&s)[BLOCK_N / 2], u32 (&p)[P_WORDS]) {
     float most[2];
     row_max(s, most);
 #pragma unroll
-    for (int r = 0; r < 2; r++) reference[r] = fmaxf(ceilf(most[r] * scale), UNSEEN);
+    for (int r = 0; r < 2; r++) reference[r] = fmaxf(ceilf(most[r] * scale[r]) - HEADROOM, UNSEEN);
     exponentials(s, p, total);
   }
 
@@ -66,12 +76,12 @@ struct Softmax {
   }
 
   // A new reference from this tile; what was accumulated so far is rescaled, and P made again.
-  DEVICE void renew(const float (&s)[BLOCK_N / 2], u32 (&p)[BLOCK_N / 4], float (&sum)[2], float (&o)[DV / 2]) {
+  DEVICE void renew(const float (&s)[BLOCK_N / 2], u32 (&p)[P_WORDS], float (&sum)[2], float (&o)[DV / 2]) {
     float most[2];
     row_max(s, most);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float next = fmaxf(reference[r], ceilf(most[r] * scale));
+      const float next = fmaxf(reference[r], ceilf(most[r] * scale[r]) - HEADROOM);
       const float factor = exp2_approx(reference[r] - next);
       reference[r] = next;
       total[r] *= factor;

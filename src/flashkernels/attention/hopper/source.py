@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-HEADERS = ("prelude", "mbarrier", "tma", "wgmma", "params", "schedule", "mask", "softmax", "careful", "epilogue")
+HEADERS = (
+    "prelude", "mbarrier", "tma", "wgmma", "params", "schedule", "mask", "softmax", "careful", "epilogue", "values",
+)  # fmt: skip
 REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}  # of a producer and a consumer thread, by consumer warpgroups
 
 
@@ -49,6 +51,7 @@ class Variant:
     head_dim_v: int
     tile: HopperTile
     fp16: bool = False
+    fp8: bool = False
     left: bool = False
     right: bool = False
     softcap: bool = False
@@ -62,29 +65,32 @@ class Variant:
 
     @property
     def chunks(self) -> tuple[int, int, int, int, int]:
-        """Columns of a K chunk, full chunks, columns of the last one (0: none); columns of a V chunk, and chunks.
+        """Bytes of a K chunk's row, full chunks, bytes of the last one (0: none); bytes of a V chunk's row, and chunks.
 
-        A chunk is 64, 32 or 16 columns: what one swizzled row of shared memory holds.
+        A chunk's row is 128, 64 or 32 bytes: what is swizzled in shared memory.
         """
-        tile = self.tile
-        k_columns, v_columns = -(-self.head_dim // 16) * 16, -(-self.head_dim_v // 16) * 16
-        rest = k_columns % 64
-        k_width, k_chunks, k_rest = 64, k_columns // 64, rest
-        if tile.wide_k or rest == 48:  # 48 = 32 + 16 would take two more tensor maps
-            k_chunks, k_rest = -(-k_columns // 64), 0
-        elif k_columns < 64:
-            k_width = 32 if k_columns % 32 == 0 else 16
-            k_chunks, k_rest = k_columns // k_width, 0
-        v_width = 64 if tile.wide_v or v_columns % 64 == 0 else 32 if v_columns % 32 == 0 else 16
-        return k_width, k_chunks, k_rest, v_width, -(-v_columns // v_width)
+        tile, element = self.tile, 1 if self.fp8 else 2
+        k_row = -(-self.head_dim * element // 32) * 32
+        v_row = tile.block_n if self.fp8 else -(-self.head_dim_v * element // 32) * 32
+        rest = k_row % 128
+        k_width, k_chunks, k_rest = 128, k_row // 128, rest
+        if tile.wide_k or rest == 96:  # 96 = 64 + 32 would take two more tensor maps
+            k_chunks, k_rest = -(-k_row // 128), 0
+        elif k_row < 128:
+            k_width = 64 if k_row % 64 == 0 else 32
+            k_chunks, k_rest = k_row // k_width, 0
+        wide_v = tile.wide_v and not self.fp8
+        v_width = 128 if wide_v or v_row % 128 == 0 else 64 if v_row % 64 == 0 else 32
+        return k_width, k_chunks, k_rest, v_width, -(-v_row // v_width)
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory; params.cuh asserts the same."""
         k_width, k_chunks, k_rest, v_width, v_chunks = self.chunks
-        tile, row = self.tile, 2 * (k_width * k_chunks + k_rest)
+        tile, row = self.tile, k_width * k_chunks + k_rest
+        v_rows = self.head_dim_v if self.fp8 else tile.block_n
         size = _tiles(64 * row) * tile.groups * tile.q_stages
-        size += tile.stages * (_tiles(tile.block_n * row) + _tiles(tile.block_n * 2 * v_width * v_chunks))
+        size += tile.stages * (_tiles(tile.block_n * row) + _tiles(v_rows * v_width * v_chunks))
         size += 8 * (2 * tile.groups * tile.q_stages + 4 * tile.stages) + 32  # barriers
         return -(-size // 16) * 16 + 64 + 16 * tile.groups
 
@@ -113,8 +119,8 @@ def config(variant: Variant) -> str:
     }  # fmt: skip
     numbers["PRODUCER_REGISTERS"], numbers["CONSUMER_REGISTERS"] = REGISTERS[tile.groups]
     flags = {
-        "FP16": v.fp16, "LEFT": v.left, "RIGHT": v.right, "SOFTCAP": v.softcap, "ALIBI": v.alibi, "SINKS": v.sinks,
-        "NEGATIVE": v.negative, "VARLEN": v.varlen, "PAGED": v.paged, "SPLIT": v.split,
+        "FP16": v.fp16, "FP8": v.fp8, "LEFT": v.left, "RIGHT": v.right, "SOFTCAP": v.softcap, "ALIBI": v.alibi,
+        "SINKS": v.sinks, "NEGATIVE": v.negative, "VARLEN": v.varlen, "PAGED": v.paged, "SPLIT": v.split,
         "PINGPONG": tile.pingpong, "Q_IN_REGISTERS": tile.q_in_registers,
     }  # fmt: skip
     lines = ["#pragma once", f"#define CLUSTERED {int(tile.cluster > 1)}"]
@@ -125,7 +131,7 @@ def config(variant: Variant) -> str:
 
 def mma(variant: Variant) -> str:
     """`mma.cuh`: wgmma for this variant's exact sizes. N may be any multiple of 8, so a head of 72 costs 72 in P·V."""
-    kind = "f16" if variant.fp16 else "bf16"
+    kind = "e4m3" if variant.fp8 else "f16" if variant.fp16 else "bf16"
     block_n, dv = variant.tile.block_n, variant.head_dim_v
     return "#pragma once\n#include \"prelude.cuh\"\n" + "\n".join([
         _wrapper("mma_qk", block_n, kind, registers=False, by_column=False, accumulate=False),
@@ -139,22 +145,24 @@ def _wrapper(name: str, n: int, kind: str, *, registers: bool, by_column: bool, 
     count = n // 2
     outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
     destination = ", ".join(f"%{i}" for i in range(count))
+    fp8 = kind == "e4m3"  # whose operands lie along their rows only
     if registers:
-        operands, declared, majors = 4, "const u32* a", f"{int(by_column)}"
+        operands, declared, majors = 4, "const u32* a", "" if fp8 else f", {int(by_column)}"
         a = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
         inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
     else:
-        operands, declared, majors = 1, "u64 a", f"0, {int(by_column)}"
+        operands, declared, majors = 1, "u64 a", "" if fp8 else f", 0, {int(by_column)}"
         a, inputs = f"%{count}", '"l"(a)'
     b, flag = f"%{count + operands}", f"%{count + operands + 1}"
     signature = f"float (&d)[{count}], {declared}, u64 b" + ("" if accumulate else ", int add")
     setup = "setp.eq.b32 p, 0, 0;" if accumulate else f"setp.ne.b32 p, {flag}, 0;"
     last = "" if accumulate else ', "r"(add)'
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{n}k{32 if fp8 else 16}.f32.{kind}.{kind}"
     return f"""
-// d {"+=" if accumulate else "= a * b, or with `add` d +="} a * b; 64 x {n} x 16
+// d {"+=" if accumulate else "= a * b, or with `add` d +="} a * b; 64 x {n}
 DEVICE void {name}({signature}) {{
   asm volatile("{{.reg .pred p; {setup}\\n"
-    "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{destination}}}, {a}, {b}, p, 1, 1, {majors};}}\\n"
+    "{instruction} {{{destination}}}, {a}, {b}, p, 1, 1{majors};}}\\n"
     : {outputs}
     : {inputs}, "l"(b){last});
 }}

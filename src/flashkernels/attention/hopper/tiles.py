@@ -29,9 +29,12 @@ def choose(problem: AttentionProblem, multiprocessors: int, forced: object = Non
     `forced` is what `use_tile` asks for: a HopperTile, or "register" for one that keeps Q in registers.
     """
     band = problem.band != (-1, -1)
-    tile = by_dimension(problem.head_dim, problem.head_dim_v, band or problem.varlen)
+    if problem.dtype == "fp8":
+        tile = fp8_tile(max(problem.head_dim, problem.head_dim_v))
+    else:
+        tile = by_dimension(problem.head_dim, problem.head_dim_v, band or problem.varlen)
     if isinstance(forced, HopperTile):
-        tile = checked(forced)
+        tile = checked(forced, problem.dtype == "fp8")
     elif forced == "register":
         tile = replace(tile, q_in_registers=True)
     elif forced not in (None, "exact"):
@@ -48,11 +51,13 @@ def choose(problem: AttentionProblem, multiprocessors: int, forced: object = Non
     return Choice(replace(variant, split=splits > 1), splits)
 
 
-def checked(tile: HopperTile) -> HopperTile:
+def checked(tile: HopperTile, fp8: bool) -> HopperTile:
     """A tile that somebody made; raises where the kernel cannot have it."""
     ring = -(-(tile.groups - 1) * 64 // tile.block_n)  # key tiles that a causal warpgroup may have to let pass
     if not (1 <= tile.groups <= 3 and 16 <= tile.block_n <= 256 and tile.block_n % 16 == 0):
         raise TilingError(f"{tile.name}: a block has 1 to 3 warpgroups, and 16 to 256 keys in steps of 16")
+    if fp8 and tile.block_n not in (32, 64, 128):
+        raise TilingError(f"{tile.name}: FP8 takes 32 keys at a time and has a scale for each 128: 32, 64 or 128 keys")
     if not (tile.stages >= max(2, ring) and tile.q_stages in (1, 2) and tile.cluster in (1, 2)):
         raise TilingError(f"{tile.name}: needs at least {max(2, ring)} stages, 1 or 2 of Q, and clusters of 1 or 2")
     if tile.pingpong and tile.groups == 1:
@@ -93,6 +98,16 @@ def by_dimension(dim: int, dim_v: int, band: bool) -> HopperTile:
     wide = max(dim, dim_v)
     tile = MEASURED[min(d for d in MEASURED if d >= wide)][band]
     return tile if wide in MEASURED and dim == dim_v else replace(tile, wide_v=True)
+
+
+def fp8_tile(dim: int) -> HopperTile:
+    """Key tiles divide 128, so that one has one scale; P takes half the registers of 16-bit types.
+
+    The fastest of 3 to 5 at D = 64, 128 and 256 (H200, 2026-11-15, B=1, S=16384).
+    """
+    if dim <= 64:
+        return HopperTile(3, 128, 4, q_stages=2)
+    return HopperTile(2, 128, 4) if dim <= 192 else HopperTile(2, 64, 3)
 
 
 # What a multiprocessor does with 1, 2 or 3 consumer warpgroups, of what it can do: one alone waits for its own results.
@@ -142,7 +157,8 @@ def split_count(problem: AttentionProblem, tile: HopperTile, pack: int, multipro
 def variant_of(problem: AttentionProblem, tile: HopperTile, pack: int) -> Variant:
     left, right = problem.band
     return Variant(
-        problem.head_dim, problem.head_dim_v, tile, fp16=problem.dtype == "fp16", left=left >= 0, right=right >= 0,
+        problem.head_dim, problem.head_dim_v, tile, fp16=problem.dtype == "fp16", fp8=problem.dtype == "fp8",
+        left=left >= 0, right=right >= 0,
         softcap=problem.softcap, alibi=problem.alibi, sinks=problem.sinks, negative=not problem.positive_scale,
         varlen=problem.varlen, paged=problem.page_size > 0, pack=pack,
     )  # fmt: skip

@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from flashkernels.attention.hopper.source import HopperTile, Variant
-from flashkernels.attention.hopper.tiles import by_dimension
+from flashkernels.attention.hopper.tiles import by_dimension, fp8_tile
 
 DIMS = tuple(range(16, 257, 8))
 MIXED = ((192, 128), (128, 192), (64, 256), (256, 64), (16, 256), (256, 16), (72, 104), (40, 136), (136, 40))
 FLAGS: tuple[dict[str, Any], ...] = (
     {"left": True}, {"left": True, "right": True}, {"softcap": True}, {"alibi": True}, {"sinks": True},
     {"negative": True}, {"varlen": True}, {"varlen": True, "paged": True}, {"fp16": True},
-    {"right": True, "fp16": True}, {"right": True, "softcap": True}, {"right": True, "alibi": True},
-    {"right": True, "sinks": True}, {"right": True, "varlen": True}, {"right": True, "varlen": True, "paged": True},
+    {"right": True, "fp16": True}, {"right": True, "softcap": True}, {"right": True, "varlen": True},
+    {"right": True, "varlen": True, "paged": True},
     {"left": True, "softcap": True, "sinks": True}, {"alibi": True, "negative": True, "fp16": True},
 )  # fmt: skip
 LOGITS: dict[str, Any] = dict.fromkeys(("left", "right", "softcap", "alibi", "sinks", "negative"), True)
@@ -26,7 +26,7 @@ PACKS = (3, 4, 7, 8, 64)
 def variant(dim: int, dim_v: int = 0, tile: HopperTile | None = None, pack: int = 1, **flags: bool) -> Variant:
     """A variant with, unless another is given, the tile that problems of many rows take."""
     band = any(flags.get(name) for name in ("left", "right", "varlen"))
-    chosen = tile or by_dimension(dim, dim_v or dim, band)
+    chosen = tile or (fp8_tile(max(dim, dim_v)) if flags.get("fp8") else by_dimension(dim, dim_v or dim, band))
     if flags.get("split") or band or pack > 1:
         chosen = replace(chosen, cluster=1)
     return Variant(dim, dim_v or dim, chosen, pack=pack, **flags)
@@ -36,9 +36,9 @@ def label(one: Variant) -> str:
     """A short name: sizes, tile and flags.
 
     >>> label(variant(72, 104, right=True, pack=4))
-    'd72-v104-128x128-s3-pingpong-wide_v-right-pack4'
+    'd72-v104-192x80-s3-pingpong-wide_v-wide_k-right-pack4'
     """
-    flags = ("fp16", "left", "right", "softcap", "alibi", "sinks", "negative", "varlen", "paged", "split")
+    flags = ("fp16", "fp8", "left", "right", "softcap", "alibi", "sinks", "negative", "varlen", "paged", "split")
     dims = [f"d{one.head_dim}"] + [f"v{one.head_dim_v}"] * (one.head_dim_v != one.head_dim)
     packed = [f"pack{one.pack}"] * (one.pack > 1)
     return "-".join([*dims, one.tile.name, *(flag for flag in flags if getattr(one, flag)), *packed])
@@ -54,13 +54,11 @@ def _all() -> Iterator[Variant]:
         yield variant(64, **flags)
     for flags in (*EVERYTHING, {"varlen": True, "paged": True}, {"left": True}, {"softcap": True}):
         yield variant(128, **flags)
-    for flags in EVERYTHING[1:]:
-        yield variant(72, **flags)
-    yield variant(256, **EVERYTHING[-1])
+    for dim in (72, 256):
+        yield variant(dim, **EVERYTHING[-1])
     # chunks of V that fit exactly where the fastest tile takes wider ones, and the other way round for K
-    for dim in range(16, 257, 16):
-        if dim % 64:
-            yield variant(dim, tile=replace(by_dimension(dim, dim, True), wide_v=False))
+    for dim in range(16, 257, 32):
+        yield variant(dim, tile=replace(by_dimension(dim, dim, True), wide_v=False))
     for dim in (16, 72, 96):
         yield variant(dim, tile=HopperTile(2, 96, wide_k=True, wide_v=True))
     # few rows: fewer warpgroups, packed heads, keys in parts
@@ -76,7 +74,8 @@ def _all() -> Iterator[Variant]:
     yield variant(128, tile=HopperTile(1, 128, wide_v=True), split=True, pack=8, **LOGITS)
     for pack in PACKS:
         yield variant(64, right=True, pack=pack)
-        yield variant(72, varlen=True, pack=pack)
+    yield variant(72, varlen=True, pack=7)
+    yield from _fp8()
     # the knobs of a tile
     for tile in (
         HopperTile(2, 128), HopperTile(2, 128, q_in_registers=True), HopperTile(3, 64, pingpong=True),
@@ -84,6 +83,19 @@ def _all() -> Iterator[Variant]:
         HopperTile(2, 176, pingpong=True), HopperTile(2, 96, q_stages=2), HopperTile(3, 64, q_stages=2, pingpong=True),
     ):  # fmt: skip
         yield variant(64, tile=tile, right=tile.cluster == 1)
+
+
+def _fp8() -> Iterator[Variant]:
+    for dim in (16, 64, 96, 128, 192, 256):
+        yield variant(dim, fp8=True, right=dim in (64, 192))
+    yield variant(128, fp8=True, left=True, sinks=True)
+    yield variant(128, fp8=True, right=True, softcap=True)
+    yield variant(128, fp8=True, alibi=True)
+    yield variant(192, 128, fp8=True, right=True)
+    yield variant(64, fp8=True, right=True, pack=4)
+    yield variant(64, tile=HopperTile(2, 32, q_in_registers=True), fp8=True)
+    yield variant(128, tile=HopperTile(1, 128), fp8=True, split=True, pack=8)
+    yield variant(128, tile=HopperTile(1, 64, 3), fp8=True, split=True, **LOGITS)
 
 
 VARIANTS = tuple(dict.fromkeys(_all()))

@@ -14,20 +14,20 @@ template <int N> DEVICE void wait() { asm volatile("wgmma.wait_group.sync.aligne
 // above everything that does not depend on it.
 DEVICE void wait_all_rare() { asm volatile("wgmma.wait_group.sync.aligned 0; // rare" ::: "memory"); }
 
-// Operands lie in chunks of `width` 16-bit columns: a chunk's row is 128, 64 or 32 bytes and swizzled over as many.
+// Operands lie in chunks: a chunk's row is `width` bytes, 128, 64 or 32, and swizzled over as many.
 //
 // A descriptor has an upper half that is known at compile time, and a lower half with the address, which steps and
 // stages only add to. Both halves are kept apart: 64-bit additions and ORs before each wgmma would keep the tensor
 // cores waiting.
-__host__ __device__ constexpr u32 swizzle(int width) { return width == 64 ? 1 : width == 32 ? 2 : 3; }
-__host__ __device__ constexpr u32 upper(int width) { return (swizzle(width) << 30) | ((8 * width * 2) >> 4); }
+__host__ __device__ constexpr u32 swizzle(int width) { return width == 128 ? 1 : width == 64 ? 2 : 3; }
+__host__ __device__ constexpr u32 upper(int width) { return (swizzle(width) << 30) | ((8 * width) >> 4); }
 
 // The lower half. Only 14 address bits belong in it: in a cluster, addresses of other blocks carry more.
 // Reduction along the row (Q and K): 8-row groups follow one another.
 DEVICE u32 by_row(u32 address) { return ((address >> 4) & 0x3fff) + (1u << 16); }
 // Reduction along the column (V): chunks of columns are `rows` rows apart.
 DEVICE u32 by_column(u32 address, int width, int rows) {
-  return ((address >> 4) & 0x3fff) + ((u32)((rows * width * 2) >> 4) << 16);
+  return ((address >> 4) & 0x3fff) + ((u32)((rows * width) >> 4) << 16);
 }
 
 DEVICE u64 descriptor(u32 lower, int width) {

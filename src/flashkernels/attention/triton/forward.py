@@ -390,7 +390,7 @@ def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
     device = q.device.index
 
     def run(tensors: Tensors, softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
-        q, k, v, slopes, sinks, mask, cu_q, cu_k, _ = tensors
+        q, k, v, slopes, sinks, mask, cu_q, cu_k = tensors[:8]
         out = empty_output(q, problem.head_dim_v, problem.layout)
         lse = q.new_empty(lse_shape(q), dtype=torch.float32) if problem.need_lse else None
         if grid == 0:

@@ -14,6 +14,7 @@ from flashkernels.bench.timing import Call
 
 def prepare(case: Case, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     p = case.problem
+    require(p.dtype != "fp8", "has no FP8")
     require(not p.varlen, "takes dense batches only (document masks are not tried)")
     require(not p.sinks, "has no sinks")
     # Without a reset the recompilation limit is reached after a few cases, and the slow eager path would be timed.

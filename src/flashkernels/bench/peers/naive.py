@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ def prepare(case: Case, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Masks and biases are made here, outside the clock. A ragged batch is a loop over its sequences."""
     q, k, v = args[:3]
     p = case.problem
+    require(p.dtype != "fp8", "torch has no products of FP8 tensors of four dimensions")
     scores = sum(n * n for n in case.lengths) or p.batch * p.seq_q * p.seq_k
     score_bytes = p.heads * scores * p.element_bytes
     require(score_bytes < SCORE_LIMIT, f"the score matrix takes {score_bytes / 1024**3:.0f} GiB, the limit is 16 GiB")
@@ -36,11 +39,17 @@ def prepare(case: Case, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     return Call(ragged)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+softmax = partial(torch.softmax, dim=-1)
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+    weigh: Callable[[torch.Tensor], torch.Tensor] = softmax, **kwargs: Any,
+) -> torch.Tensor:  # fmt: skip
     """Dense attention by the plain formula, keywords as in `fk.attention`: the error that plain torch makes."""
     sinks = kwargs.get("sinks")
     bias = score_bias(q.shape[1], k.shape[1], q, kwargs)
-    return plain(q, k, v, bias, kwargs.get("softcap", 0.0), None if sinks is None else sinks.to(q.dtype))
+    return plain(q, k, v, bias, kwargs.get("softcap", 0.0), None if sinks is None else sinks.to(q.dtype), weigh)
 
 
 def plain(
@@ -50,6 +59,7 @@ def plain(
     bias: torch.Tensor | None,
     softcap: float,
     sinks: torch.Tensor | None,
+    weigh: Callable[[torch.Tensor], torch.Tensor] = softmax,
 ) -> torch.Tensor:
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     group = q.shape[1] // k.shape[1]
@@ -62,7 +72,7 @@ def plain(
         scores = scores.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else scores + bias
     if sinks is not None:
         scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
-    weights = torch.softmax(scores, dim=-1)[..., : k.shape[2]]
+    weights = weigh(scores)[..., : k.shape[2]]
     return (weights @ v).transpose(1, 2)
 
 

@@ -18,6 +18,7 @@ from flashkernels.bench.timing import Call
 
 def _prepare(backend: SDPBackend, case: Case, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     p = case.problem
+    require(p.dtype != "fp8", "has no FP8")
     require(not p.varlen, "takes dense batches only (nested tensors are not tried)")
     require(not p.softcap, "has no softcap")
     require(not p.sinks, "has no sinks")

@@ -1,0 +1,574 @@
+"""The portable attention backward: three Triton kernels, deterministic, without atomics and without an S x S buffer.
+
+P is made again from the saved log-sum-exp L: P = exp(S - L). First `rows_kernel` makes delta = rowsum(dO * O) - dL of
+every row, and L as the others want it. Then `dq_kernel` takes one block of query rows and walks the keys that it sees;
+`dkdv_kernel` takes one block of keys and walks the query rows that see it, of every query head that shares the keys.
+Scores are computed twice, so that each gradient is summed by one program. The walk is the forward's: blocks in which
+something is hidden first, then the interior. See `README.md` beside this package for the mathematics.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashkernels.attention.problem import AttentionProblem, BackwardProblem
+from flashkernels.attention.tensors import Given, RunBackward, Tensors, strides_of
+from flashkernels.attention.triton import backward_tiles
+from flashkernels.attention.triton.forward import (
+    FAR,
+    LOG2E,
+    accumulate,
+    heads_per_section,
+    load_parts,
+    logits,
+    scores,
+    split_block,
+    store_parts,
+)
+from flashkernels.hardware import GPUS, Gpu
+from flashkernels.jit.launch import Launcher, compile_options
+from flashkernels.tiling import Tile
+
+LOST = tl.constexpr(-1e6)  # so low that fp32 has no digits left for the sum of a row
+ELEMENTS = 8192  # of dO that one program of the first kernel reads
+
+
+@triton.jit(do_not_specialize=["seq_q", "heads", "blocks"])
+def rows_kernel(
+    o_ptr, do_ptr, dlse_ptr, lse_ptr, level_ptr, delta_ptr,
+    stride_ob: tl.int64, stride_os: tl.int64, stride_oh: tl.int64, stride_od,
+    stride_gb: tl.int64, stride_gs: tl.int64, stride_gh: tl.int64, stride_gd,
+    stride_eb: tl.int64, stride_eh: tl.int64, stride_es: tl.int64,
+    seq_q, heads, blocks,
+    DIM_V: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BIASED: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Of BLOCK rows: delta = rowsum(dO * O) - dL, and the level, which is L in the unit of the logits.
+
+    A row that sees nothing has the level +inf: all its weights are 0. So has one whose every key a float mask pushed
+    so low that fp32 keeps no digits of the sum. A ragged batch is one sequence here.
+    """
+    pid = tl.program_id(0)
+    bh = pid // blocks
+    batch = bh // heads
+    head = bh - batch * heads
+    offs_m = (pid - bh * blocks) * BLOCK + tl.arange(0, BLOCK)
+    offs_d = tl.arange(0, WIDTH)
+    inside = offs_m < seq_q
+    rows = inside[:, None] & (offs_d < DIM_V)[None, :]
+    at = o_ptr + batch * stride_ob + head * stride_oh
+    at_g = do_ptr + batch * stride_gb + head * stride_gh
+    o = tl.load(at + offs_m[:, None] * stride_os + offs_d.to(tl.int64)[None, :] * stride_od, mask=rows, other=0.0)
+    do = tl.load(at_g + offs_m[:, None] * stride_gs + offs_d.to(tl.int64)[None, :] * stride_gd, mask=rows, other=0.0)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + batch * stride_eb + head * stride_eh + offs_m * stride_es, mask=inside, other=0.0)
+    at = bh.to(tl.int64) * seq_q + offs_m
+    level = tl.load(lse_ptr + at, mask=inside, other=0.0) * UNIT
+    hidden = level == float("-inf")
+    if BIASED:
+        hidden = level < LOST
+    tl.store(level_ptr + at, tl.where(hidden, float("inf"), level), mask=inside)
+    tl.store(delta_ptr + at, delta, mask=inside)
+
+
+@triton.jit
+def weights(
+    raw, level, i, j, seq_q, seq_k, shift, left, right, scale, softcap, slope, mask_ptr, stride_mm, stride_mn,
+    HIDING: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    MASK: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """P of the rows i and keys j from Q·Kᵀ, and tanh of the scores (where there is a softcap).
+
+    i and j are a row and a column, or a column and a row: P is made either way round.
+    """
+    s = logits(raw, scale, softcap, 0.0, None, None, 0, SOFTCAP, False)
+    t = s
+    if SOFTCAP:
+        t = s / softcap
+    if ALIBI:
+        s -= slope * tl.abs(i + shift - j).to(tl.float32)
+    if HIDING:
+        seen = (i < seq_q) & (j < seq_k)
+        if RIGHT:
+            seen = seen & (j <= i + (shift + right))
+        if LEFT:
+            seen = seen & (j >= i + (shift - left))
+        if MASK != "none":
+            value = tl.load(mask_ptr + i * stride_mm + j.to(tl.int64) * stride_mn, mask=seen, other=0)
+            if MASK == "bool":
+                seen = seen & (value != 0)
+            else:
+                bias = value.to(tl.float32)
+                seen = seen & (bias != float("-inf"))
+                s += tl.maximum(bias, -1e38) * UNIT
+        p = tl.where(seen, tl.exp2((s - level) * (LOG2E / UNIT)), 0.0)  # not exp2 of -inf: the level may be NaN
+    else:
+        p = tl.exp2((s - level) * (LOG2E / UNIT))
+    return p, t
+
+
+@triton.jit
+def logit_gradient(p, dp, delta, HIDING: tl.constexpr):
+    """dS. A hidden key's V may be NaN, and must not count."""
+    ds = p * (dp - delta)
+    if HIDING:
+        ds = tl.where(p == 0, 0.0, ds)
+    return ds
+
+
+@triton.jit
+def load_rows(ptr, offs_m, seq_q, HIDING: tl.constexpr):
+    """One number of each row."""
+    if HIDING:
+        return tl.load(ptr + offs_m, mask=offs_m < seq_q, other=0.0)
+    return tl.load(ptr + offs_m)
+
+
+@triton.jit
+def finite(tiles):
+    """Zeros for NaN and Inf: a weight of 0 does not take them away."""
+    out = ()
+    for i in tl.static_range(len(tiles)):
+        out = out + (tl.where(tiles[i] - tiles[i] == 0, tiles[i], 0.0).to(tiles[i].dtype),)
+    return out
+
+
+@triton.jit
+def empty(PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    acc = ()
+    for i in tl.static_range(len(PARTS)):
+        acc = acc + (tl.zeros((BLOCK, tl.constexpr(PARTS[i])), tl.float32),)
+    return acc
+
+
+@triton.jit
+def place(blocks, section, total_heads):
+    """Which block of which head this program has: sections of heads that share the L2, in them block by block."""
+    pid = tl.program_id(0)
+    first = pid // (section * blocks) * section
+    in_section = tl.minimum(section, total_heads - first)
+    rank = pid - first * blocks
+    return rank // in_section, first + rank % in_section
+
+
+@triton.jit
+def dkdv_step(
+    dk, dv, k, v, m, offs_n, q_ptr, do_ptr, level_ptr, delta_ptr, norm_ptr, mask_ptr, stride_qs, stride_qd, stride_gs,
+    stride_gd, stride_mm, stride_mn, seq_q, seq_k, shift, left, right, scale, softcap, slope,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr, PARTS_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    HIDING: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    MASK: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, WANT_K: tl.constexpr, WANT_V: tl.constexpr,
+):  # fmt: skip
+    """Adds what BLOCK_M query rows from `m` on give to dK and dV. Scores lie on their side: keys by rows."""
+    offs_m = m + tl.arange(0, BLOCK_M)
+    rows = None
+    if HIDING:
+        rows = seq_q - m
+    q = load_parts(q_ptr + m * stride_qs, None, 0, 0, 0, rows, stride_qs, stride_qd, DIM, PARTS, BLOCK_M, False)
+    do = load_parts(do_ptr + m * stride_gs, None, 0, 0, 0, rows, stride_gs, stride_gd, DIM_V, PARTS_V, BLOCK_M, False)
+    level = load_rows(level_ptr, offs_m, seq_q, HIDING)
+    p, t = weights(
+        scores(k, q, PRECISION), level[None, :], offs_m[None, :], offs_n[:, None], seq_q, seq_k, shift, left, right,
+        scale, softcap, slope, mask_ptr, stride_mm, stride_mn, HIDING, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, UNIT,
+    )  # fmt: skip
+    if norm_ptr is not None:
+        p *= load_rows(norm_ptr, offs_m, seq_q, HIDING)[None, :]
+    if WANT_V:
+        dv = accumulate(dv, p, do, PRECISION)
+    if WANT_K:
+        delta = load_rows(delta_ptr, offs_m, seq_q, HIDING)
+        ds = logit_gradient(p, scores(v, do, PRECISION), delta[None, :], HIDING)
+        if SOFTCAP:
+            ds *= 1 - t * t
+        if HIDING:
+            q = finite(q)
+        dk = accumulate(dk, ds, q, PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["seq_q", "seq_k", "blocks", "section", "total_heads", "left", "right", "kv_heads"])
+def dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, level_ptr, delta_ptr, norm_ptr, dk_ptr, dv_ptr, mask_ptr, slopes_ptr, cu_q_ptr,
+    cu_k_ptr,
+    stride_qb: tl.int64, stride_qs: tl.int64, stride_qh: tl.int64, stride_qd,
+    stride_kb: tl.int64, stride_ks: tl.int64, stride_kh: tl.int64, stride_kd,
+    stride_vb: tl.int64, stride_vs: tl.int64, stride_vh: tl.int64, stride_vd,
+    stride_gb: tl.int64, stride_gs: tl.int64, stride_gh: tl.int64, stride_gd,
+    stride_xb: tl.int64, stride_xs: tl.int64, stride_xh: tl.int64,
+    stride_yb: tl.int64, stride_ys: tl.int64, stride_yh: tl.int64,
+    stride_lb: tl.int64, stride_lh: tl.int64,
+    stride_mb: tl.int64, stride_mh: tl.int64, stride_mm: tl.int64, stride_mn,
+    stride_ab: tl.int64, stride_ah: tl.int64,
+    seq_q, seq_k, kv_heads, group, blocks, section, total_heads, left, right, scale, softcap, grad_scale,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr, PARTS_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """dK and dV (each None: not asked for) of one block of keys, over all rows of all its query heads."""
+    VARLEN: tl.constexpr = cu_q_ptr is not None
+    ALIBI: tl.constexpr = slopes_ptr is not None
+    WANT_K: tl.constexpr = dk_ptr is not None
+    WANT_V: tl.constexpr = dv_ptr is not None
+    block_n, bh = place(blocks, section, total_heads)  # under a causal mask the first keys have the most rows
+    batch = bh // kv_heads
+    head_k = bh - batch * kv_heads
+
+    q_row = tl.zeros((), tl.int32)
+    k_row = tl.zeros((), tl.int32)
+    if VARLEN:
+        q_row = tl.load(cu_q_ptr + batch)
+        k_row = tl.load(cu_k_ptr + batch)
+        seq_q = tl.load(cu_q_ptr + batch + 1) - q_row
+        seq_k = tl.load(cu_k_ptr + batch + 1) - k_row
+    n = block_n * BLOCK_N
+    if n >= seq_k:
+        return
+    shift = seq_k - seq_q
+    offs_n = n + tl.arange(0, BLOCK_N)
+    k_ptr += batch * stride_kb + (k_row + n) * stride_ks + head_k * stride_kh
+    v_ptr += batch * stride_vb + (k_row + n) * stride_vs + head_k * stride_vh
+    k = load_parts(k_ptr, None, 0, 0, 0, seq_k - n, stride_ks, stride_kd, DIM, PARTS, BLOCK_N, False)
+    v = load_parts(v_ptr, None, 0, 0, 0, seq_k - n, stride_vs, stride_vd, DIM_V, PARTS_V, BLOCK_N, False)
+
+    # Query rows: [start, full) and [edge, end) are hidden from some key, [full, edge) from none. Keys past the end
+    # spoil only their own rows, which are not stored.
+    last = tl.minimum(n + BLOCK_N, seq_k) - 1
+    start = tl.zeros((), tl.int32)
+    full = tl.zeros((), tl.int32)
+    end = seq_q
+    edge = seq_q // BLOCK_M * BLOCK_M
+    if RIGHT:
+        start = tl.maximum(0, n - shift - right) // BLOCK_M * BLOCK_M
+        full = (tl.maximum(0, last - shift - right) + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+    if LEFT:
+        end = tl.minimum(seq_q, tl.maximum(0, last - shift + left + 1))
+        edge = tl.minimum(edge, tl.maximum(0, n - shift + left + 1) // BLOCK_M * BLOCK_M)
+    if MASK != "none":
+        edge = start
+    end = tl.maximum(end, start)
+    edge = tl.maximum(edge, start)
+    full = tl.minimum(tl.maximum(full, start), edge)
+    edge_blocks = (end - edge + BLOCK_M - 1) // BLOCK_M
+    masked_blocks = edge_blocks + (full - start) // BLOCK_M
+
+    dk = empty(PARTS, BLOCK_N)
+    dv = empty(PARTS_V, BLOCK_N)
+    for head in range(head_k * group, head_k * group + group):
+        q_head = q_ptr + batch * stride_qb + q_row * stride_qs + head * stride_qh
+        do_head = do_ptr + batch * stride_gb + q_row * stride_gs + head * stride_gh
+        level_head = level_ptr + batch * stride_lb + head * stride_lh + q_row
+        delta_head = delta_ptr + batch * stride_lb + head * stride_lh + q_row
+        norm_head = norm_ptr
+        if norm_ptr is not None:
+            norm_head = norm_ptr + batch * stride_lb + head * stride_lh + q_row
+        mask_head = mask_ptr
+        if MASK != "none":
+            mask_head = mask_ptr + batch * stride_mb + head * stride_mh
+        slope = 0.0
+        if ALIBI:
+            slope = tl.load(slopes_ptr + batch * stride_ab + head * stride_ah).to(tl.float32) * UNIT
+        for b in tl.range(0, masked_blocks, num_stages=STAGES):
+            m = split_block(b, edge, edge_blocks, start, BLOCK_M)
+            dk, dv = dkdv_step(
+                dk, dv, k, v, m, offs_n, q_head, do_head, level_head, delta_head, norm_head, mask_head, stride_qs,
+                stride_qd, stride_gs, stride_gd, stride_mm, stride_mn, seq_q, seq_k, shift, left, right, scale, softcap,
+                slope, DIM, DIM_V, PARTS, PARTS_V, BLOCK_M, True, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, PRECISION, UNIT,
+                WANT_K, WANT_V,
+            )  # fmt: skip
+        if MASK == "none":
+            for m in tl.range(full, edge, BLOCK_M, num_stages=STAGES):
+                dk, dv = dkdv_step(
+                    dk, dv, k, v, m, offs_n, q_head, do_head, level_head, delta_head, norm_head, mask_head, stride_qs,
+                    stride_qd, stride_gs, stride_gd, stride_mm, stride_mn, seq_q, seq_k, shift, left, right, scale,
+                    softcap, slope,
+                    DIM, DIM_V, PARTS, PARTS_V, BLOCK_M, False, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, PRECISION, UNIT,
+                    WANT_K, WANT_V,
+                )  # fmt: skip
+
+    inside = offs_n < seq_k
+    by_row = tl.arange(0, BLOCK_N)[:, None]
+    if WANT_K:
+        dk_ptr += batch * stride_xb + (k_row + n) * stride_xs + head_k * stride_xh
+        factor = tl.zeros((BLOCK_N,), tl.float32) + grad_scale
+        store_parts(dk_ptr + by_row * stride_xs, dk, factor, inside, DIM, PARTS)
+    if WANT_V:
+        dv_ptr += batch * stride_yb + (k_row + n) * stride_ys + head_k * stride_yh
+        store_parts(dv_ptr + by_row * stride_ys, dv, tl.full((BLOCK_N,), 1.0, tl.float32), inside, DIM_V, PARTS_V)
+
+
+@triton.jit
+def dq_step(
+    dq, dslope, total, q, do, level, delta, n, offs_m, k_ptr, v_ptr, mask_ptr, stride_ks, stride_kd, stride_vs,
+    stride_vd, stride_mm, stride_mn, seq_q, seq_k, shift, left, right, scale, softcap, slope,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr, PARTS_V: tl.constexpr, BLOCK_N: tl.constexpr,
+    HIDING: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    MASK: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, WANT_SLOPE: tl.constexpr,
+    WANT_NORM: tl.constexpr,
+):  # fmt: skip
+    """Adds what BLOCK_N keys from `n` on give to dQ, and of each row to the slope's gradient and the sum of P."""
+    offs_n = n + tl.arange(0, BLOCK_N)
+    rows = None
+    if HIDING:
+        rows = seq_k - n
+    k = load_parts(k_ptr + n * stride_ks, None, 0, 0, 0, rows, stride_ks, stride_kd, DIM, PARTS, BLOCK_N, False)
+    p, t = weights(
+        scores(q, k, PRECISION), level[:, None], offs_m[:, None], offs_n[None, :], seq_q, seq_k, shift, left, right,
+        scale, softcap, slope, mask_ptr, stride_mm, stride_mn, HIDING, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, UNIT,
+    )  # fmt: skip
+    if WANT_NORM:
+        total += tl.sum(p, 1)
+    v = load_parts(v_ptr + n * stride_vs, None, 0, 0, 0, rows, stride_vs, stride_vd, DIM_V, PARTS_V, BLOCK_N, False)
+    ds = logit_gradient(p, scores(do, v, PRECISION), delta[:, None], HIDING)
+    if WANT_SLOPE:
+        dslope -= tl.sum(ds * tl.abs(offs_m[:, None] + shift - offs_n[None, :]).to(tl.float32), 1)
+    if SOFTCAP:
+        ds *= 1 - t * t
+    if HIDING:
+        k = finite(k)
+    return accumulate(dq, ds, k, PRECISION), dslope, total
+
+
+@triton.jit(do_not_specialize=["seq_q", "seq_k", "blocks", "section", "total_heads", "left", "right", "heads"])
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, level_ptr, delta_ptr, norm_ptr, dq_ptr, dslope_ptr, mask_ptr, slopes_ptr, sinks_ptr,
+    cu_q_ptr, cu_k_ptr,
+    stride_qb: tl.int64, stride_qs: tl.int64, stride_qh: tl.int64, stride_qd,
+    stride_kb: tl.int64, stride_ks: tl.int64, stride_kh: tl.int64, stride_kd,
+    stride_vb: tl.int64, stride_vs: tl.int64, stride_vh: tl.int64, stride_vd,
+    stride_gb: tl.int64, stride_gs: tl.int64, stride_gh: tl.int64, stride_gd,
+    stride_xb: tl.int64, stride_xs: tl.int64, stride_xh: tl.int64,
+    stride_lb: tl.int64, stride_lh: tl.int64,
+    stride_mb: tl.int64, stride_mh: tl.int64, stride_mm: tl.int64, stride_mn,
+    stride_ab: tl.int64, stride_ah: tl.int64, stride_sh: tl.int64,
+    seq_q, seq_k, heads, group, blocks, section, total_heads, left, right, scale, softcap, grad_scale,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr, PARTS_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """dQ of one block of rows, and (None: not asked for) what it gives to the gradient of its ALiBi slope.
+
+    With `norm` it also finds what the weights of a row must be multiplied by to add up to 1, and does so: they come
+    from a log-sum-exp that is rounded, which costs fp32 some of its digits.
+    """
+    VARLEN: tl.constexpr = cu_q_ptr is not None
+    ALIBI: tl.constexpr = slopes_ptr is not None
+    WANT_SLOPE: tl.constexpr = dslope_ptr is not None
+    WANT_NORM: tl.constexpr = norm_ptr is not None
+    rank, bh = place(blocks, section, total_heads)
+    block_m = blocks - 1 - rank  # under a causal mask the last rows have the most keys
+    batch = bh // heads
+    head = bh - batch * heads
+    head_k = head // group
+
+    q_row = tl.zeros((), tl.int32)
+    k_row = tl.zeros((), tl.int32)
+    if VARLEN:
+        q_row = tl.load(cu_q_ptr + batch)
+        k_row = tl.load(cu_k_ptr + batch)
+        seq_q = tl.load(cu_q_ptr + batch + 1) - q_row
+        seq_k = tl.load(cu_k_ptr + batch + 1) - k_row
+    row0 = block_m * BLOCK_M
+    if row0 >= seq_q:
+        return
+    shift = seq_k - seq_q
+    offs_m = row0 + tl.arange(0, BLOCK_M)
+    inside = offs_m < seq_q
+    q_ptr += batch * stride_qb + (q_row + row0) * stride_qs + head * stride_qh
+    do_ptr += batch * stride_gb + (q_row + row0) * stride_gs + head * stride_gh
+    k_ptr += batch * stride_kb + k_row * stride_ks + head_k * stride_kh
+    v_ptr += batch * stride_vb + k_row * stride_vs + head_k * stride_vh
+    level_ptr += batch * stride_lb + head * stride_lh + q_row
+    delta_ptr += batch * stride_lb + head * stride_lh + q_row
+    if MASK != "none":
+        mask_ptr += batch * stride_mb + head * stride_mh
+    slope = 0.0
+    if ALIBI:
+        slope = tl.load(slopes_ptr + batch * stride_ab + head * stride_ah).to(tl.float32) * UNIT
+    q = load_parts(q_ptr, None, 0, 0, 0, seq_q - row0, stride_qs, stride_qd, DIM, PARTS, BLOCK_M, False)
+    do = load_parts(do_ptr, None, 0, 0, 0, seq_q - row0, stride_gs, stride_gd, DIM_V, PARTS_V, BLOCK_M, False)
+    level = load_rows(level_ptr, offs_m, seq_q, True)
+    delta = load_rows(delta_ptr, offs_m, seq_q, True)
+
+    # Key blocks: [start, full) and [edge, end) hide something from some row, [full, edge) nothing from any.
+    start = tl.zeros((), tl.int32)
+    full = tl.zeros((), tl.int32)
+    end = seq_k
+    edge = seq_k // BLOCK_N * BLOCK_N
+    if RIGHT:
+        end = tl.minimum(seq_k, tl.maximum(0, tl.minimum(row0 + BLOCK_M, seq_q) + (shift + right)))
+        edge = tl.minimum(edge, tl.maximum(0, row0 + shift + right + 1) // BLOCK_N * BLOCK_N)
+    if LEFT:
+        start = tl.maximum(0, row0 + shift - left) // BLOCK_N * BLOCK_N
+        full = (tl.maximum(0, row0 + BLOCK_M - 1 + shift - left) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    if MASK != "none":
+        edge = start
+    end = tl.maximum(end, start)
+    edge = tl.maximum(edge, start)
+    full = tl.minimum(tl.maximum(full, start), edge)
+    edge_blocks = (end - edge + BLOCK_N - 1) // BLOCK_N
+    masked_blocks = edge_blocks + (full - start) // BLOCK_N
+
+    dq = empty(PARTS, BLOCK_M)
+    dslope = tl.zeros((BLOCK_M,), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for b in tl.range(0, masked_blocks, num_stages=STAGES):
+        n = split_block(b, edge, edge_blocks, start, BLOCK_N)
+        dq, dslope, total = dq_step(
+            dq, dslope, total, q, do, level, delta, n, offs_m, k_ptr, v_ptr, mask_ptr, stride_ks, stride_kd,
+            stride_vs, stride_vd, stride_mm, stride_mn, seq_q, seq_k, shift, left, right, scale, softcap, slope,
+            DIM, DIM_V, PARTS, PARTS_V, BLOCK_N, True, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, PRECISION, UNIT,
+            WANT_SLOPE, WANT_NORM,
+        )  # fmt: skip
+    if MASK == "none":
+        for n in tl.range(full, edge, BLOCK_N, num_stages=STAGES):
+            dq, dslope, total = dq_step(
+                dq, dslope, total, q, do, level, delta, n, offs_m, k_ptr, v_ptr, mask_ptr, stride_ks, stride_kd,
+                stride_vs, stride_vd, stride_mm, stride_mn, seq_q, seq_k, shift, left, right, scale, softcap, slope,
+                DIM, DIM_V, PARTS, PARTS_V, BLOCK_N, False, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, PRECISION, UNIT,
+                WANT_SLOPE, WANT_NORM,
+            )  # fmt: skip
+
+    dq_ptr += batch * stride_xb + (q_row + row0) * stride_xs + head * stride_xh
+    norm = tl.full((BLOCK_M,), 1.0, tl.float32)
+    if WANT_NORM:
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + head * stride_sh).to(tl.float32) * UNIT
+            total += tl.exp2((sink - level) * (LOG2E / UNIT))
+        norm = 1 / tl.where(total == 0, 1.0, total)
+        tl.store(norm_ptr + batch * stride_lb + head * stride_lh + q_row + offs_m, norm, mask=inside)
+    factor = norm * grad_scale
+    store_parts(dq_ptr + tl.arange(0, BLOCK_M)[:, None] * stride_xs, dq, factor, inside, DIM, PARTS)
+    if WANT_SLOPE:
+        tl.store(dslope_ptr + bh.to(tl.int64) * blocks + block_m, tl.sum(tl.where(inside, dslope * norm, 0.0)))
+
+
+def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Given) -> RunBackward:
+    """Chooses the tiles and lays out all of the launches that the signature decides; returns what is left to run."""
+    call, wanted = problem.call, problem.wanted
+    gpu = gpu or GPUS["h200"]  # the interpreter takes the tiles of a real GPU
+    tiles = backward_tiles.choose(call, gpu)
+    q, k, v, slopes, sinks, mask = tensors[:6]
+    normalise = call.element_bytes > 2
+    want_dq, want_dkdv = normalise or "q" in wanted or "alibi_slopes" in wanted, "k" in wanted or "v" in wanted
+    group = call.heads // call.kv_heads
+    # a ragged batch is one sequence to the first kernel
+    batch, rows = (1, q.shape[0]) if call.varlen else (call.batch, call.seq_q)
+    rows_fixed = rows_constants(call)
+    rows_blocks = -(-rows // rows_fixed["BLOCK"])
+    rows_launcher = Launcher(rows_kernel, rows_fixed, compile_options(4, 1, 0))
+    assert given.out is not None
+    rows_numbers = (*strides_of(given.out), *strides_of(given.grad_out), *_lse_strides(given.grad_lse), rows,
+                     call.heads, rows_blocks)  # fmt: skip
+    dkdv_launcher, dq_launcher = (
+        Launcher(kernel, constants(call, tile), compile_options(tile.warps, tile.stages, 0))
+        for kernel, tile in ((dkdv_kernel, tiles.dkdv), (dq_kernel, tiles.dq))
+    )
+    dkdv_blocks, dq_blocks = -(-call.seq_k // tiles.dkdv.block_n), -(-call.seq_q // tiles.dq.block_m)
+    heads_k, heads_q = call.batch * call.kv_heads, call.batch * call.heads
+    section = heads_per_section(call)
+    section_k = max(1, math.ceil(section / group))
+
+    inputs = (*strides_of(q), *strides_of(k), *strides_of(v), *strides_of(given.grad_out))
+    full = (call.batch, call.heads, call.seq_q, call.seq_k)
+    mask_strides = (0, 0, 0, 0) if mask is None else mask.expand(full).stride()
+    slope_strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
+    lse_strides = (0, rows) if call.varlen else (call.heads * rows, rows)
+    sides = (*lse_strides, *mask_strides, *slope_strides)
+    sink_stride = 0 if sinks is None else sinks.stride(0)
+    band = tuple(min(max(side, 0), FAR) for side in call.band)
+    dkdv_numbers = (*inputs, *_contiguous(k), *_contiguous(v), *sides, call.seq_q, call.seq_k, call.kv_heads, group,
+                    dkdv_blocks, section_k, heads_k, *band)  # fmt: skip
+    dq_numbers = (*inputs, *_contiguous(q), *sides, sink_stride, call.seq_q, call.seq_k, call.heads, group, dq_blocks,
+                  section, heads_q, *band)  # fmt: skip
+    device, unit = q.device.index, unit_of(call)
+    # rows of a ragged batch that belong to no sequence are nobody's to write
+    fresh = torch.zeros if call.varlen else torch.empty
+
+    def run(tensors: Tensors, given: Given, softmax_scale: float, softcap: float) -> list[Tensor | None]:
+        q, k, v, slopes, sinks, mask, cu_q, cu_k = tensors[:8]
+        grad_out, grad_lse, out, lse = given
+        assert lse is not None
+        numbers = (softmax_scale * unit, softcap * unit, softmax_scale)
+        grads: list[Tensor | None] = [
+            fresh(x.shape, dtype=x.dtype, device=x.device) if name in wanted else None
+            for name, x in zip(("q", "k", "v"), (q, k, v), strict=True)
+        ]
+        level, delta = torch.empty_like(lse), torch.empty_like(lse)
+        if heads_q and rows:
+            pointers = (out, grad_out, grad_lse, lse, level, delta)
+            rows_launcher(batch * call.heads * rows_blocks, device, pointers, rows_numbers)
+        norm = torch.ones_like(lse) if normalise else None
+        dslope = lse.new_zeros(call.batch, call.heads, dq_blocks) if "alibi_slopes" in wanted else None
+        stats = (q, k, v, grad_out, level, delta, norm)
+        if want_dq and heads_q * dq_blocks:
+            dq = torch.empty_like(q, memory_format=torch.contiguous_format) if grads[0] is None else grads[0]
+            others = (dq, dslope, mask, slopes, sinks, cu_q, cu_k)
+            dq_launcher(heads_q * dq_blocks, device, (*stats, *others), (*dq_numbers, *numbers))
+        if want_dkdv and heads_k * dkdv_blocks:
+            others = (*grads[1:3], mask, slopes, cu_q, cu_k)
+            dkdv_launcher(heads_k * dkdv_blocks, device, (*stats, *others), (*dkdv_numbers, *numbers))
+        grads.append(None if dslope is None or slopes is None else _slopes_gradient(dslope, slopes))
+        grads.append(_sinks_gradient(delta, lse, norm, sinks) if sinks is not None and "sinks" in wanted else None)
+        return [*grads, None]
+
+    def guarded(tensors: Tensors, given: Given, softmax_scale: float, softcap: float) -> list[Tensor | None]:
+        if device is None or device == torch.cuda.current_device():
+            return run(tensors, given, softmax_scale, softcap)
+        with torch.cuda.device(device):
+            return run(tensors, given, softmax_scale, softcap)
+
+    return guarded
+
+
+def unit_of(problem: AttentionProblem) -> float:
+    """What logits are multiplied by: log2(e) saves a multiplication of each; fp32 has no digits to lose by it."""
+    return LOG2E.value if problem.element_bytes == 2 else 1.0
+
+
+def constants(problem: AttentionProblem, tile: Tile) -> dict[str, Any]:
+    """The compile-time arguments of both kernels, in their order."""
+    left, right = problem.band
+    return {
+        "DIM": problem.head_dim, "DIM_V": problem.head_dim_v, "PARTS": tile.parts, "PARTS_V": tile.parts_v,
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages, "LEFT": left >= 0, "RIGHT": right >= 0,
+        "SOFTCAP": problem.softcap, "MASK": problem.mask or "none", "PRECISION": "ieee",
+        "UNIT": unit_of(problem),
+    }  # fmt: skip
+
+
+def rows_constants(problem: AttentionProblem) -> dict[str, Any]:
+    width = max(16, triton.next_power_of_2(problem.head_dim_v))
+    return {"DIM_V": problem.head_dim_v, "WIDTH": width, "BLOCK": ELEMENTS // width,
+            "BIASED": problem.mask == "float", "UNIT": unit_of(problem)}  # fmt: skip
+
+
+def _contiguous(x: Tensor) -> tuple[int, int, int]:
+    """(batch, seq, head) strides of a contiguous tensor of x's shape."""
+    heads, dim = x.shape[-2:]
+    return (0 if x.dim() == 3 else x.shape[1] * heads * dim, heads * dim, dim)
+
+
+def _lse_strides(grad: Tensor | None) -> tuple[int, ...]:
+    """(batch, head, seq) strides."""
+    return (0, 0, 0) if grad is None else (0, *grad.stride())[-3:]
+
+
+def _slopes_gradient(parts: Tensor, slopes: Tensor) -> Tensor:
+    """Sums what the blocks of rows give, (B, H, blocks), to the shape of the slopes, (H,) or (B, H)."""
+    return parts.sum(-1).sum_to_size(slopes.shape).to(slopes.dtype)
+
+
+def _sinks_gradient(delta: Tensor, lse: Tensor, norm: Tensor | None, sinks: Tensor) -> Tensor:
+    """A sink's weight has dP = 0, so its gradient is the sum of -P_sink * delta over (B, H, S_q) or (H, total_q)."""
+    rows = torch.exp(sinks.float()[:, None] - lse).masked_fill(lse == -math.inf, 0.0) * delta
+    if norm is not None:
+        rows = rows * norm
+    return -rows.sum(-1).sum_to_size(sinks.shape).to(sinks.dtype)

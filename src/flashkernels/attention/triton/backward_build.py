@@ -1,0 +1,55 @@
+"""Compiling the backward's kernels for a GPU that is not there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flashkernels.attention.problem import AttentionProblem
+from flashkernels.attention.triton.backward import constants, dkdv_kernel, dq_kernel, rows_constants, rows_kernel
+from flashkernels.hardware import Gpu
+from flashkernels.jit.launch import compile_options
+from flashkernels.jit.offline import Resources, compile_for
+from flashkernels.tiling import Tile
+
+KERNELS = {"dkdv": dkdv_kernel, "dq": dq_kernel}
+FP32 = ("lse_ptr", "level_ptr", "delta_ptr", "norm_ptr", "dlse_ptr", "dslope_ptr", "slopes_ptr", "sinks_ptr")
+LAST_STRIDES = ("stride_od", "stride_gd", "stride_qd", "stride_kd", "stride_vd", "stride_mn")
+
+
+def compile_pass(name: str, tile: Tile, problem: AttentionProblem, gpu: Gpu) -> Resources:
+    """Machine code of "dkdv" or "dq" on a tile, as the JIT would make it for contiguous inputs, with every gradient."""
+    options = compile_options(tile.warps, tile.stages, 0)
+    return _compile(KERNELS[name], problem, gpu, constants(problem, tile), options)
+
+
+def compile_rows(problem: AttentionProblem, gpu: Gpu) -> Resources:
+    return _compile(rows_kernel, problem, gpu, rows_constants(problem), compile_options(4, 1, 0))
+
+
+def _compile(
+    kernel: Any, problem: AttentionProblem, gpu: Gpu, fixed: dict[str, Any], options: dict[str, Any]
+) -> Resources:
+    present = {
+        "mask_ptr": problem.mask is not None, "slopes_ptr": problem.alibi, "dslope_ptr": problem.alibi,
+        "cu_q_ptr": problem.varlen, "cu_k_ptr": problem.varlen,
+        "sinks_ptr": problem.sinks, "norm_ptr": problem.element_bytes > 2,
+    }  # fmt: skip
+    types: dict[str, str] = {}
+    absent: dict[str, object] = {}
+    for name in kernel.arg_names:
+        if name in fixed:
+            continue
+        if not present.get(name, True):
+            absent[name] = None
+        elif name in LAST_STRIDES:
+            absent[name] = 1
+        elif name == "mask_ptr":
+            types[name] = "*i1" if problem.mask == "bool" else "*fp32"
+        elif name.endswith("_ptr"):
+            types[name] = "*fp32" if name in FP32 else "*i32" if name.startswith("cu_") else f"*{problem.dtype}"
+        elif name.startswith("stride_"):
+            types[name] = "i64"
+        else:
+            types[name] = "fp32" if name in ("scale", "softcap", "grad_scale") else "i32"
+    aligned = {name for name in types if name.endswith("_ptr") or name.startswith("stride_")}
+    return compile_for(kernel, types, absent | fixed, aligned, gpu.cc, options)

@@ -1,0 +1,103 @@
+"""Tiles of the Triton backward, by a rule: the first shape of a list that is meant for the head dimension and fits.
+
+The lists come from what the compiler says (registers and spills in the loops), not from timings yet:
+`docs/notes/triton_backward.md`.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+from flashkernels.attention.problem import AttentionProblem
+from flashkernels.attention.triton.tiles import parts_of
+from flashkernels.hardware import Gpu
+from flashkernels.tiling import Tile, TilingError
+from flashkernels.tiling.tile import LARGEST_PART, SMALLEST_PART
+
+SCRATCH = 3072  # bytes of shared memory for barriers, reductions, row statistics and changes of layout
+
+
+class Rule(NamedTuple):
+    """A shape for computed head dimensions (the mean of those of Q and V) up to `width`."""
+
+    width: int
+    block_m: int
+    block_n: int
+    warps: int
+
+
+class BackwardTiles(NamedTuple):
+    """One tile for each pass over the scores."""
+
+    dkdv: Tile  # one block of keys, all query rows that see it
+    dq: Tile  # one block of query rows, all keys that it sees
+
+
+# dK and dV are two accumulators of block_n rows, so registers run out early. wgmma takes K and V from shared memory,
+# mma.sync from registers: there the blocks are smaller.
+DKDV_WGMMA = (Rule(64, 64, 128, 8), Rule(128, 32, 128, 8), Rule(256, 32, 64, 8), Rule(512, 16, 32, 8))
+DKDV_MMA = (
+    Rule(64, 64, 128, 8), Rule(96, 32, 128, 8), Rule(128, 64, 64, 8), Rule(256, 16, 64, 8), Rule(512, 16, 32, 8),
+)  # fmt: skip
+DQ_WGMMA = (Rule(128, 128, 64, 8), Rule(256, 64, 64, 8), Rule(256, 64, 32, 8), Rule(512, 32, 32, 8))
+DQ_MMA = (Rule(128, 128, 64, 8), Rule(128, 64, 32, 4), Rule(256, 64, 32, 8), Rule(512, 32, 32, 8))
+# IEEE fp32 runs on the plain FMA units.
+DKDV_FP32 = (Rule(64, 32, 32, 8), Rule(128, 16, 32, 8))
+DQ_FP32 = (Rule(64, 32, 32, 8), Rule(128, 32, 16, 8))
+SMALLEST = (Rule(512, 16, 16, 8),)
+MASKED = 32 * 64  # most scores of a block under a mask tensor, whose addresses and values take registers
+
+
+@lru_cache(maxsize=1024)
+def choose(problem: AttentionProblem, gpu: Gpu) -> BackwardTiles:
+    """The tiles of both passes."""
+    if problem.element_bytes > 2:
+        dkdv, dq = DKDV_FP32, DQ_FP32
+    else:
+        dkdv, dq = (DKDV_WGMMA, DQ_WGMMA) if gpu.has_wgmma else (DKDV_MMA, DQ_MMA)
+    return BackwardTiles(_first("dkdv", dkdv, problem, gpu), _first("dq", dq, problem, gpu))
+
+
+def _first(name: str, rules: tuple[Rule, ...], problem: AttentionProblem, gpu: Gpu) -> Tile:
+    if problem.element_bytes == 2:
+        parts, parts_v = in_two(problem.head_dim), in_two(problem.head_dim_v)
+    else:
+        parts, parts_v = parts_of("exact", problem)
+    mean = (sum(parts) + sum(parts_v)) // 2
+    for stages in (2, 1):
+        for width, block_m, block_n, warps in rules + SMALLEST:
+            if mean > width or (problem.mask and block_m * block_n > MASKED):
+                continue
+            tile = Tile("exact", block_m, block_n, parts, parts_v, warps, stages, tma=False)
+            if shared_bytes(name, tile, problem) <= gpu.shared_per_block:
+                return tile
+    dims = f"head_dim={problem.head_dim}, head_dim_v={problem.head_dim_v}"
+    raise TilingError(f"no backward tile fits {dims}, {problem.dtype} on {gpu.name}")
+
+
+@cache
+def in_two(dim: int) -> tuple[int, ...]:
+    """The sum of at most two powers of two that covers `dim` with the least padding.
+
+    Three parts spill, everywhere; so does a second part of less than a quarter of the first.
+
+    >>> [in_two(dim) for dim in (8, 72, 112, 144, 176, 208, 272, 512)]
+    [(16,), (64, 16), (128,), (128, 32), (128, 64), (256,), (256, 64), (256, 256)]
+    """
+    sizes = [1 << e for e in range(SMALLEST_PART.bit_length() - 1, LARGEST_PART.bit_length())]
+    sums = [(a,) for a in sizes] + [(a, b) for a in sizes for b in sizes if a >= b >= a // 4]
+    return min((parts for parts in sums if sum(parts) >= dim), key=lambda parts: (sum(parts), len(parts)))
+
+
+def shared_bytes(name: str, tile: Tile, problem: AttentionProblem) -> int:
+    """Both operands of the block itself once, those of the loop in every stage; a mask has its tile there too.
+
+    A single stage has no room to spare for the copy without NaN and Inf.
+    """
+    width, width_v = sum(tile.parts), sum(tile.parts_v)
+    own, walked = (tile.block_n, tile.block_m) if name == "dkdv" else (tile.block_m, tile.block_n)
+    copy = walked * width if tile.stages == 1 else 0
+    operands = (own + tile.stages * walked) * (width + width_v) + copy
+    mask = {None: 0, "bool": 1, "float": 4}[problem.mask] * tile.stages + 4 * (problem.mask is not None)
+    return operands * problem.element_bytes + mask * tile.block_m * tile.block_n + SCRATCH

@@ -1,0 +1,321 @@
+"""Rotary position embedding of queries and keys together, and the tables of cosines and sines it reads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashkernels.dispatch import Impl, UnsupportedError, select
+from flashkernels.fused.rows import (
+    DTYPES,
+    Plans,
+    RowProblem,
+    Run,
+    check_choice,
+    check_number,
+    check_rows,
+    gpu_of,
+    leaves_the_cpu,
+    needs_triton,
+    unwatched,
+)
+from flashkernels.hardware import Gpu
+
+SCALING = (None, "linear", "ntk", "yarn", "llama3")
+
+# Best first. "auto" takes the first row that does not reject the problem. `torch` is in this file.
+IMPLS = (
+    Impl("triton", "flashkernels.fused.triton.rope", rejects=needs_triton, defers=leaves_the_cpu),
+    Impl("torch", "flashkernels.fused.rope"),
+)
+
+
+class Rope(NamedTuple):
+    """What a call asks for, beside its tensors."""
+
+    rotary_dim: int | None  # None: by the tables; a plan has the number
+    interleaved: bool
+    conjugate: bool  # turns back: the gradient
+    inplace: bool
+    impl: str
+
+
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, position_ids: Tensor | None = None, interleaved: bool = False,
+    rotary_dim: int | None = None, inplace: bool = False, impl: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Turns pairs of numbers of every head of q and k by the angles of their position, in fp32, in one launch.
+
+    Args:
+        q: (B, S, H, D), fp16, bf16, fp32 (fp64 on the `torch` implementation), any strides.
+        k: (B, S, H_kv, D), the same dtype.
+        cos, sin: (P, R / 2), any float dtype: row p is position p. With R columns, as transformers has them, the second
+            half must repeat the first and is not read. `fk.rope_tables` makes them. They get no gradients.
+        position_ids: (B, S) or (S,), int32 or int64; default 0 to S - 1. On a GPU their values are not read by the
+            host; a position outside the tables gives NaN.
+        interleaved: pairs are (0, 1), (2, 3), ...; otherwise (0, R / 2), (1, R / 2 + 1), ...
+        rotary_dim: R, how many of the D columns turn; default D where the tables have D columns, else twice theirs.
+        inplace: writes into q and k and returns them. There are no gradients.
+        impl: "auto", or the name of the one implementation that must serve.
+
+    Returns:
+        q and k turned, contiguous unless in place.
+
+    >>> import torch, flashkernels as fk
+    >>> cos, sin = fk.rope_tables(4096, 64)
+    >>> q, k = torch.randn(2, 5, 8, 64), torch.randn(2, 5, 2, 64)
+    >>> q_out, k_out = fk.rope(q, k, cos, sin)
+    >>> q_out.shape, torch.equal(q_out[:, 0], q[:, 0])
+    (torch.Size([2, 5, 8, 64]), True)
+    """
+    tensors = (q, k, cos, sin, position_ids)
+    if unwatched(*tensors):
+        return _run(tensors, Rope(rotary_dim, interleaved, False, inplace, impl))
+    _check(q, k, cos, sin, position_ids, rotary_dim, inplace)  # the same errors as eager
+    turned = _rotary_dim(q, cos, rotary_dim)
+    if not inplace:
+        return rope_op(*tensors, turned, interleaved, False, impl)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+        raise UnsupportedError("inplace=True has no gradients: call it under torch.no_grad()")
+    rope_inplace_op(*tensors, turned, interleaved, impl)
+    return q, k
+
+
+def rope_tables(
+    max_position: int, dim: int, *, base: float = 10000.0, scaling: str | None = None, factor: float = 1.0,
+    original_max_position: int | None = None, low_freq_factor: float = 1.0, high_freq_factor: float = 4.0,
+    beta_fast: float = 32.0, beta_slow: float = 1.0, attention_factor: float | None = None,
+    dtype: torch.dtype = torch.float32, device: torch.device | str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Cosines and sines of the angles `position * base ** (-2 i / dim)`, computed in fp64.
+
+    Args:
+        max_position: positions 0 to max_position - 1.
+        dim: how many columns of a head turn, even.
+        scaling: how a context `factor` times the one of training is reached: "linear" (positions / factor), "ntk" (a
+            larger base), "yarn" and "llama3" (slow frequencies / factor, fast ones as they were; these two need
+            `original_max_position`, the length of training).
+        low_freq_factor, high_freq_factor: of "llama3": the band of frequencies in which it blends.
+        beta_fast, beta_slow: the same for "yarn", in turns over the original length.
+        attention_factor: multiplies the tables; default 1, with "yarn" `0.1 * log(factor) + 1`.
+
+    Returns:
+        cos and sin, each (max_position, dim / 2).
+
+    >>> cos, sin = rope_tables(8, 4, base=100.0)
+    >>> cos.shape, [round(x, 4) for x in sin[1].tolist()]
+    (torch.Size([8, 2]), [0.8415, 0.0998])
+    """
+    _check_tables(max_position, dim, base, scaling, factor, original_max_position)
+    if scaling == "ntk":
+        base = base * factor ** (dim / max(1, dim - 2))
+    rates = float(base) ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    if scaling == "linear":
+        rates = rates / factor
+    elif scaling in ("yarn", "llama3"):
+        assert original_max_position is not None
+        if scaling == "yarn":
+            keep = 1 - _ramp(*_yarn_band(dim, base, original_max_position, beta_fast, beta_slow), dim // 2)
+        else:
+            turns = original_max_position * rates / (2 * math.pi)  # over the original length
+            keep = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+        rates = rates * keep + rates / factor * (1 - keep)
+    if attention_factor is None:
+        attention_factor = 0.1 * math.log(factor) + 1 if scaling == "yarn" else 1.0
+    angles = torch.arange(max_position, dtype=torch.float64)[:, None] * rates
+    cos, sin = ((attention_factor * f(angles)).to(device=device, dtype=dtype) for f in (torch.cos, torch.sin))
+    return cos, sin
+
+
+def _yarn_band(dim: int, base: float, length: int, fast: float, slow: float) -> tuple[int, int]:
+    """Between which frequencies YaRN blends: those that make `fast` and `slow` turns over the original length."""
+    low, high = (dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base)) for turns in (fast, slow))
+    return max(0, math.floor(low)), min(dim - 1, math.ceil(high))
+
+
+def _ramp(low: int, high: int, count: int) -> Tensor:
+    """0 up to `low`, 1 from `high` on, a line between."""
+    return ((torch.arange(count, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
+
+
+def _check_tables(
+    max_position: int, dim: int, base: float, scaling: str | None, factor: float, original: int | None
+) -> None:
+    for name, value in (("max_position", max_position), ("dim", dim)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}={value!r} must be an int, got {type(value).__name__}")
+    if max_position < 0:
+        raise ValueError(f"max_position={max_position} must not be negative")
+    if dim < 2 or dim % 2:
+        raise ValueError(f"dim={dim} must be even and at least 2")
+    check_choice("scaling", scaling, SCALING)
+    check_number("base", base)
+    check_number("factor", factor)
+    if base <= 1:
+        raise ValueError(f"base={base} must be more than 1")
+    if factor < 1:
+        raise ValueError(f"factor={factor} must be at least 1")
+    if scaling in ("yarn", "llama3") and (original is None or original < 1):
+        raise ValueError(f"original_max_position={original}: scaling={scaling!r} needs the length of training")
+
+
+def _rotary_dim(q: Tensor, cos: Tensor, rotary_dim: int | None) -> int:
+    if rotary_dim is not None:
+        return rotary_dim
+    return q.shape[-1] if cos.shape[-1] == q.shape[-1] else 2 * cos.shape[-1]
+
+
+def _check(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, rotary_dim: int | None, inplace: bool
+) -> None:
+    for name, x in (("q", q), ("k", k)):
+        check_rows(name, x)
+        if x.dim() != 4:
+            raise ValueError(f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; expected (B, S, heads, D)")
+        if inplace and any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True)):
+            raise ValueError(f"{name} has strides {x.stride()}: in place, elements must not share memory")
+    if k.dtype != q.dtype:
+        raise TypeError(f"k.dtype={k.dtype} differs from q.dtype={q.dtype}")
+    if k.shape[:2] != q.shape[:2] or k.shape[3] != q.shape[3]:
+        raise ValueError(f"k has shape {tuple(k.shape)}, q has {tuple(q.shape)}: all but the heads must agree")
+    for name, x in (("cos", cos), ("sin", sin)):
+        check_rows(name, x)
+        if x.dim() != 2:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (positions, rotary_dim / 2)")
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin has shape {tuple(sin.shape)}, cos has {tuple(cos.shape)}")
+    turned = _rotary_dim(q, cos, rotary_dim)
+    if isinstance(turned, bool) or not isinstance(turned, (int, torch.SymInt)):
+        raise TypeError(f"rotary_dim={turned!r} must be an int, got {type(turned).__name__}")
+    if turned < 0 or turned % 2 or turned > q.shape[-1]:
+        raise ValueError(f"rotary_dim={turned} must be even and at most the last size of q, {q.shape[-1]}")
+    if cos.shape[-1] not in (turned, turned // 2):
+        raise ValueError(f"cos has {cos.shape[-1]} columns; rotary_dim={turned} needs {turned // 2} or {turned}")
+    if position_ids is None:
+        if cos.shape[0] < q.shape[1]:
+            raise ValueError(f"cos has {cos.shape[0]} positions, q has {q.shape[1]}")
+    elif not isinstance(position_ids, Tensor):
+        raise TypeError(f"position_ids must be a torch.Tensor, got {type(position_ids).__name__}")
+    elif position_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"position_ids.dtype={position_ids.dtype}; it must be torch.int32 or torch.int64")
+    elif tuple(position_ids.shape) not in ((q.shape[0], q.shape[1]), (1, q.shape[1]), (q.shape[1],)):
+        raise ValueError(
+            f"position_ids has shape {tuple(position_ids.shape)}; expected {tuple(q.shape[:2])} or ({q.shape[1]},)"
+        )
+    for name, other in (("k", k), ("cos", cos), ("sin", sin), ("position_ids", position_ids)):
+        if other is not None and other.device != q.device:
+            raise ValueError(f"{name}.device={other.device} differs from q.device={q.device}")
+
+
+def _check_positions(position_ids: Tensor, positions: int) -> None:
+    """The values, where they can be read without waiting for a device."""
+    least, most = (int(x) for x in position_ids.aminmax())
+    if least < 0 or most >= positions:
+        raise ValueError(f"position_ids goes from {least} to {most}; cos has positions 0 to {positions - 1}")
+
+
+def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
+    q, k, cos, sin, position_ids = tensors
+    _check(q, k, cos, sin, position_ids, call.rotary_dim, call.inplace)
+    call = call._replace(rotary_dim=_rotary_dim(q, cos, call.rotary_dim))
+    heads, tokens = q.shape[2] + k.shape[2], q.shape[0] * q.shape[1]
+    moved = 2 * tokens * heads * (call.rotary_dim if call.inplace else q.shape[3]) * q.element_size()
+    problem = RowProblem("rope", tokens * heads, q.shape[3], DTYPES[q.dtype], q.device.type, moved)
+    gpu = gpu_of(q)
+    return select(IMPLS, problem, gpu, call.impl).load().plan(problem, gpu, tensors, call)
+
+
+_planned = Plans(_plan)
+
+
+def _run(tensors: tuple[Any, ...], call: Rope) -> tuple[Tensor, Tensor]:
+    found: tuple[Tensor, Tensor] = _planned(tensors, call)
+    return found
+
+
+# --- the `torch` implementation
+
+
+def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Rope) -> Run:
+    half = (call.rotary_dim or 0) // 2
+    pairs = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if call.interleaved else (slice(half), slice(half, 2 * half))
+
+    def run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        if position_ids is None:
+            position_ids = torch.arange(q.shape[1], device=q.device)
+        elif not q.is_cuda and position_ids.numel():
+            _check_positions(position_ids, cos.shape[0])
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        known = (position_ids >= 0) & (position_ids < cos.shape[0])
+        rows = position_ids.long().clamp(0, max(0, cos.shape[0] - 1))
+        # (B or 1, S, 1, R / 2)
+        c, s = (
+            table[rows, :half].to(wide).masked_fill(~known[..., None], math.nan).unsqueeze(-2) for table in (cos, sin)
+        )
+        if call.conjugate:
+            s = -s
+        outs = []
+        for x in (q, k):
+            out = x if call.inplace else x.new_empty(x.shape).copy_(x)
+            a, b = (x[..., pair].to(wide) for pair in pairs)
+            turned = (a * c - b * s, b * c + a * s)
+            for pair, y in zip(pairs, turned, strict=True):
+                out[..., pair] = y.to(x.dtype)
+            outs.append(out)
+        return outs[0], outs[1]
+
+    return run
+
+
+# --- the registered ops: schema, fake and autograd, for torch.compile, torch.export and training
+
+
+@torch.library.custom_op("flashkernels::rope", mutates_args=())
+def rope_op(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, rotary_dim: int, interleaved: bool,
+    conjugate: bool, impl: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _run((q, k, cos, sin, position_ids), Rope(rotary_dim, interleaved, conjugate, False, impl))
+
+
+@rope_op.register_fake
+def _fake(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, rotary_dim: int, interleaved: bool,
+    conjugate: bool, impl: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, _, cos, sin, position_ids, *ctx.settings = inputs
+    if cos.requires_grad or sin.requires_grad:
+        raise UnsupportedError("cos and sin get no gradients: detach them")
+    ctx.save_for_backward(cos, sin, position_ids)
+
+
+def _gradients(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Any, ...]:
+    rotary_dim, interleaved, conjugate, impl = ctx.settings
+    grads = rope_op(grad_q, grad_k, *ctx.saved_tensors, rotary_dim, interleaved, not conjugate, impl)
+    return (*grads, *(None,) * 7)
+
+
+rope_op.register_autograd(_gradients, setup_context=_setup)
+
+
+@torch.library.custom_op("flashkernels::rope_inplace", mutates_args=("q", "k"))
+def rope_inplace_op(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, rotary_dim: int, interleaved: bool,
+    impl: str,
+) -> None:  # fmt: skip
+    _run((q, k, cos, sin, position_ids), Rope(rotary_dim, interleaved, False, True, impl))
+
+
+@rope_inplace_op.register_fake
+def _fake_inplace(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, rotary_dim: int, interleaved: bool,
+    impl: str,
+) -> None:  # fmt: skip
+    return None

@@ -1,0 +1,216 @@
+"""What the row-wise ops share: a call as a problem, checks of its tensors, rows by their strides, prepared launches.
+
+A row is the last dimension of a tensor: x (2, 5, 4096) has 10 rows of width 4096. Ops take rows as they lie, as long as
+the elements of a row are next to each other and two strides lead to every row; any other tensor is copied first.
+The result has the dtype of the input, also under autocast: inside, everything is fp32 anyway.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from flashkernels.hardware import Gpu, detect
+from flashkernels.jit.mode import interpreting
+
+DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+MOST_PLANS = 4096
+
+
+@dataclass(frozen=True)
+class RowProblem:
+    """What one call of a row-wise op has to do. `traffic` is the least it can move, in bytes.
+
+    >>> x = torch.zeros(2, 5, 64, dtype=torch.float16)
+    >>> row_problem("softmax", x, streams=2)
+    RowProblem(op='softmax', rows=10, width=64, dtype='fp16', device='cpu', traffic=2560, quantise='')
+    """
+
+    op: str
+    rows: int
+    width: int
+    dtype: str
+    device: str
+    traffic: int
+    quantise: str = ""  # "fp8" or "int8" where the output is quantised
+
+
+def row_problem(op: str, x: Tensor, streams: float, quantise: str = "") -> RowProblem:
+    """The problem of an op that reads and writes tensors like x, `streams` of them in all."""
+    width = x.shape[-1]
+    moved = int(streams * x.numel()) * x.element_size()
+    return RowProblem(op, math.prod(x.shape[:-1]), width, DTYPES[x.dtype], x.device.type, moved, quantise)
+
+
+def gpu_of(x: Tensor) -> Gpu | None:
+    return detect(x.device) if x.is_cuda else None
+
+
+# --- the words with which Triton declines; the same for every op
+
+
+def needs_triton(problem: RowProblem, gpu: Gpu | None) -> str | None:
+    """Why the Triton kernels cannot serve, or None."""
+    if problem.device == "cpu":
+        if not interpreting():
+            return "needs a GPU (or TRITON_INTERPRET=1 set before the import)"
+        if problem.dtype == "bf16":
+            return "Triton's interpreter computes bf16 wrongly"
+        if problem.quantise == "fp8":
+            return "Triton's interpreter rounds FP8 wrongly"
+    elif problem.device != "cuda" or gpu is None:
+        return f"needs an NVIDIA GPU, the tensors are on {problem.device}"
+    elif gpu.capability < (8, 0):
+        return f"needs compute capability 8.0, {gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}"
+    elif problem.quantise == "fp8" and not gpu.has_fp8:
+        return f"FP8 needs compute capability 8.9, {gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if problem.dtype == "fp64":
+        return "has no fp64 kernel"
+    return None
+
+
+def leaves_the_cpu(problem: RowProblem, gpu: Gpu | None) -> str | None:
+    """The interpreter is for tests: it serves CPU tensors only when asked for by name."""
+    return "Triton's interpreter is slow: name impl='triton' to use it" if problem.device == "cpu" else None
+
+
+# --- checks
+
+
+def check_rows(name: str, x: Tensor) -> None:
+    """x is a tensor (..., N) of a dtype that row-wise ops take."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name}.dtype={x.dtype} is not supported; allowed: {', '.join(map(str, DTYPES))}")
+    if x.dim() == 0:
+        raise ValueError(f"{name} has no dimensions; it must have a last one, (..., N)")
+
+
+def check_like(name: str, y: Tensor, x: Tensor, of: str = "x") -> None:
+    """y has the shape, dtype and device of x, which the caller calls `of`."""
+    if not isinstance(y, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(y).__name__}")
+    if y.dtype != x.dtype:
+        raise TypeError(f"{name}.dtype={y.dtype} differs from {of}.dtype={x.dtype}")
+    if y.shape != x.shape:
+        raise ValueError(f"{name} has shape {tuple(y.shape)}, {of} has {tuple(x.shape)}")
+    if y.device != x.device:
+        raise ValueError(f"{name}.device={y.device} differs from {of}.device={x.device}")
+
+
+def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
+
+
+def check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name}={value!r} must be a number, got {type(value).__name__}")
+    if isinstance(value, (int, float)) and not -math.inf < value < math.inf:
+        raise ValueError(f"{name}={value} must be finite")
+
+
+def unwatched(*tensors: Tensor | None) -> bool:
+    """Whether these are plain tensors that neither compile, autograd, a dispatch mode nor a transform follows."""
+    if torch.compiler.is_compiling():
+        return False
+    grad = torch.is_grad_enabled()
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+            return False
+        if x.is_meta or (grad and x.requires_grad):
+            return False
+    return not is_in_torch_dispatch_mode() and torch._C._functorch.maybe_current_level() is None
+
+
+# --- prepared launches: what shapes and settings decide is decided once per signature
+
+Run = Callable[..., Any]
+
+
+class Plans:
+    """Calls `make(tensors, settings)` for the first tensors of a signature and what that returned for all of them.
+
+    >>> double = Plans(lambda tensors, settings: lambda x: x * settings[0])
+    >>> double((torch.ones(2),), (2,))
+    tensor([2., 2.])
+    """
+
+    def __init__(self, make: Callable[[tuple[Any, ...], tuple[Any, ...]], Run]) -> None:
+        self.make = make
+        self.known: dict[Any, Run] = {}
+
+    def __call__(self, tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Any:
+        # Alignment matters to vector loads. 1, 1.0 and True are equal, but not equally valid.
+        key = (tuple([None if x is None else _signature(x) for x in tensors]), settings, tuple(map(type, settings)))
+        run = self.known.get(key)
+        if run is None:
+            run = self.make(tensors, settings)
+            if len(self.known) >= MOST_PLANS:
+                self.known.clear()
+            self.known[key] = run
+        return run(*tensors)
+
+
+def _signature(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
+
+
+class RowView(NamedTuple):
+    """Where the rows of a tensor are: row r at (r // inner) * outer_stride + (r % inner) * inner_stride."""
+
+    copied: bool  # two strides do not reach every row: a copy is made
+    inner: int
+    outer_stride: int
+    inner_stride: int
+
+    def of(self, x: Tensor) -> Tensor:
+        return x.contiguous() if self.copied else x
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """As the kernels take them."""
+        return self.inner, self.outer_stride, self.inner_stride
+
+
+def row_view(x: Tensor) -> RowView:
+    """How to read x by rows, without a copy where two strides are enough.
+
+    >>> qkv = torch.zeros(2, 5, 3, 8, 64)  # (B, S, 3, H, D)
+    >>> row_view(qkv[:, :, 0])
+    RowView(copied=False, inner=8, outer_stride=1536, inner_stride=64)
+    >>> row_view(qkv.transpose(1, 3)).copied, row_view(qkv).numbers
+    (True, (1, 64, 0))
+    """
+    if x.stride(-1) != 1 and x.shape[-1] != 1:
+        return RowView(True, 1, x.shape[-1], 0)
+    steps: list[tuple[int, int]] = []  # (size, stride) of dimensions that cannot be joined
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if steps and steps[-1][1] == size * stride:
+            steps[-1] = (steps[-1][0] * size, stride)
+        else:
+            steps.append((size, stride))
+    if len(steps) > 2:
+        return RowView(True, 1, x.shape[-1], 0)
+    if len(steps) == 2:
+        return RowView(False, steps[1][0], steps[0][1], steps[1][1])
+    return RowView(False, 1, steps[0][1] if steps else 0, 0)
+
+
+def nothing(x: Tensor) -> Tensor:
+    """Stands for an output that a call does not have: registered ops always return the same number of tensors."""
+    return x.new_empty(0)

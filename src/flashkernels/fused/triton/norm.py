@@ -1,0 +1,348 @@
+"""Norms in Triton: a program takes a few rows whole, or one very wide row by blocks, several times over.
+
+Gradients of weight and bias are sums over all rows. Programs walk over the rows and each keeps its own sum; torch adds
+these in a fixed order, so the result is the same bit for bit in every run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashkernels.fused.norm import QUANTISE, Norm, NormBackward, Normed, empty
+from flashkernels.fused.rows import RowProblem, Run, nothing, row_view
+from flashkernels.fused.triton.blocks import Blocks, Launch, blocks, resident, row_starts
+from flashkernels.hardware import Gpu
+
+WIDEST, WIDEST_BACKWARD = 16384, 8192  # elements of a row that the registers of one program hold
+COLUMNS = Blocks(4, 512, False, 4)  # of the sums over the rows that are wider
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it leaves no bits for a fraction, so fp32 rounds to even
+
+
+@triton.jit
+def load_total(x_rows, r_rows, cols, inside, HAS_RESIDUAL: tl.constexpr):
+    """x + residual of these columns, in x's dtype, and 0 outside."""
+    x = tl.load(x_rows + cols[None, :], mask=inside, other=0.0)
+    if HAS_RESIDUAL:
+        residual = tl.load(r_rows + cols[None, :], mask=inside, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    return x
+
+
+@triton.jit
+def scaled(x, mean, rstd, weight_ptr, bias_ptr, cols, width, ROUNDED: tl.constexpr, DTYPE: tl.constexpr):
+    """The norm of x in fp32, with weight and bias."""
+    y = (x.to(tl.float32) - mean[:, None]) * rstd[:, None]
+    if ROUNDED:
+        y = y.to(DTYPE).to(tl.float32)
+    if weight_ptr is not None:
+        y *= tl.load(weight_ptr + cols, mask=cols < width, other=0.0).to(tl.float32)[None, :]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + cols, mask=cols < width, other=0.0).to(tl.float32)[None, :]
+    return y
+
+
+@triton.jit
+def quantised(y, inverse, dtype: tl.constexpr):
+    y = y * inverse[:, None]
+    if dtype == tl.int8:
+        y = (y + ROUND) - ROUND
+        y = tl.where(y == y, tl.minimum(tl.maximum(y, -127.0), 127.0), 0.0)
+    return y.to(dtype)
+
+
+@triton.jit
+def scale_of(largest, poison, MOST: tl.constexpr):
+    """Of a row: its largest number over the largest there is. `poison` is NaN where the row has NaN or Inf, else 0."""
+    return tl.where(largest == 0, 1.0, tl.div_rn(largest, tl.full(largest.shape, MOST, tl.float32))) + poison
+
+
+@triton.jit(do_not_specialize=["rows"])
+def forward_kernel(
+    x_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, total_ptr, scale_ptr, mean_ptr, rstd_ptr,
+    rows: tl.int64, width: tl.int64, x_inner, x_outer_stride: tl.int64, x_inner_stride: tl.int64,
+    r_inner, r_outer_stride: tl.int64, r_inner_stride: tl.int64, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, CENTRED: tl.constexpr, ROUNDED: tl.constexpr,
+    MOST: tl.constexpr,
+):  # fmt: skip
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    OUT: tl.constexpr = out_ptr.dtype.element_ty
+    SUM: tl.constexpr = residual_ptr is not None
+    at = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    here = at < rows
+    x_rows = x_ptr + row_starts(at, x_inner, x_outer_stride, x_inner_stride)[:, None]
+    r_rows = None
+    if SUM:
+        r_rows = residual_ptr + row_starts(at, r_inner, r_outer_stride, r_inner_stride)[:, None]
+    out_rows = out_ptr + (at * width)[:, None]
+    mean = tl.zeros((ROWS,), tl.float32)
+    cols = tl.arange(0, BLOCK)
+
+    if WHOLE:
+        inside = here[:, None] & (cols < width)[None, :]
+        x = load_total(x_rows, r_rows, cols, inside, SUM)
+        if SUM:
+            tl.store(total_ptr + (at * width)[:, None] + cols[None, :], x, mask=inside)
+        wide = x.to(tl.float32)
+        if CENTRED:
+            mean = tl.sum(wide, 1) / width
+            wide = tl.where(inside, wide - mean[:, None], 0.0)
+        variance = tl.sum(wide * wide, 1) / width
+    else:
+        if CENTRED:
+            part = tl.zeros((ROWS, BLOCK), tl.float32)
+            for start in tl.range(0, width, BLOCK):
+                inside = here[:, None] & (start + cols < width)[None, :]
+                part += load_total(x_rows, r_rows, start + cols, inside, SUM).to(tl.float32)
+            mean = tl.sum(part, 1) / width
+        part = tl.zeros((ROWS, BLOCK), tl.float32)
+        for start in tl.range(0, width, BLOCK):
+            inside = here[:, None] & (start + cols < width)[None, :]
+            x = load_total(x_rows, r_rows, start + cols, inside, SUM)
+            if SUM:
+                tl.store(total_ptr + (at * width)[:, None] + (start + cols)[None, :], x, mask=inside)
+            wide = tl.where(inside, x.to(tl.float32) - mean[:, None], 0.0)
+            part += wide * wide
+        variance = tl.sum(part, 1) / width
+
+    rstd = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.sqrt_rn(variance + eps))
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + at, rstd, mask=here)
+        if CENTRED:
+            tl.store(mean_ptr + at, mean, mask=here)
+
+    if WHOLE:
+        y = scaled(x, mean, rstd, weight_ptr, bias_ptr, cols, width, ROUNDED, DTYPE)
+        if MOST:
+            if ROUNDED:
+                y = y.to(DTYPE).to(tl.float32)
+            y = tl.where(inside, y, 0.0)
+            scale = scale_of(tl.max(tl.abs(y), 1), tl.sum(y - y, 1), MOST)
+            tl.store(scale_ptr + at, scale, mask=here)
+            tl.store(out_rows + cols[None, :], quantised(y, 1 / scale, OUT), mask=inside)
+        else:
+            tl.store(out_rows + cols[None, :], y.to(OUT), mask=inside)
+    else:
+        inverse = tl.zeros((ROWS,), tl.float32)
+        if MOST:
+            largest = tl.zeros((ROWS, BLOCK), tl.float32)
+            poison = tl.zeros((ROWS, BLOCK), tl.float32)
+            for start in tl.range(0, width, BLOCK):
+                inside = here[:, None] & (start + cols < width)[None, :]
+                x = load_total(x_rows, r_rows, start + cols, inside, SUM)
+                y = scaled(x, mean, rstd, weight_ptr, bias_ptr, start + cols, width, ROUNDED, DTYPE)
+                if ROUNDED:
+                    y = y.to(DTYPE).to(tl.float32)
+                y = tl.where(inside, y, 0.0)
+                largest = tl.maximum(largest, tl.abs(y))
+                poison += y - y
+            scale = scale_of(tl.max(largest, 1), tl.sum(poison, 1), MOST)
+            tl.store(scale_ptr + at, scale, mask=here)
+            inverse = 1 / scale
+        for start in tl.range(0, width, BLOCK):
+            inside = here[:, None] & (start + cols < width)[None, :]
+            x = load_total(x_rows, r_rows, start + cols, inside, SUM)
+            y = scaled(x, mean, rstd, weight_ptr, bias_ptr, start + cols, width, ROUNDED, DTYPE)
+            if MOST:
+                if ROUNDED:
+                    y = y.to(DTYPE).to(tl.float32)
+                tl.store(out_rows + (start + cols)[None, :], quantised(y, inverse, OUT), mask=inside)
+            else:
+                tl.store(out_rows + (start + cols)[None, :], y.to(OUT), mask=inside)
+
+
+@triton.jit
+def load_normed(x_rows, cols, inside, mean, rstd):
+    """The normalised x in fp32, 0 outside."""
+    x = tl.load(x_rows + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside, (x - mean[:, None]) * rstd[:, None], 0.0)
+
+
+@triton.jit
+def load_product(dy_rows, weight_ptr, cols, width, inside):
+    """dy, and dy times the weight, in fp32, 0 outside."""
+    dy = tl.load(dy_rows + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+    if weight_ptr is None:
+        return dy, dy
+    return dy, dy * tl.load(weight_ptr + cols, mask=cols < width, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit(do_not_specialize=["rows", "programs"])
+def backward_kernel(
+    dy_ptr, dtotal_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dweight_ptr, dbias_ptr,
+    rows: tl.int64, programs: tl.int64, width: tl.int64,
+    g_inner, g_outer_stride: tl.int64, g_inner_stride: tl.int64,
+    t_inner, t_outer_stride: tl.int64, t_inner_stride: tl.int64,
+    x_inner, x_outer_stride: tl.int64, x_inner_stride: tl.int64,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, CENTRED: tl.constexpr, ROUNDED: tl.constexpr,
+):  # fmt: skip
+    """dx of every row; where a row fits, also this program's sums for weight and bias (PROGRAMS, width) fp32."""
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    pid = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    dweight = tl.zeros((ROWS, BLOCK), tl.float32)  # summed over the rows at the end
+    dbias = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in tl.range(pid * ROWS, rows, programs * ROWS):
+        at = first + tl.arange(0, ROWS)
+        here = at < rows
+        x_rows = x_ptr + row_starts(at, x_inner, x_outer_stride, x_inner_stride)[:, None]
+        dy_rows = dy_ptr + row_starts(at, g_inner, g_outer_stride, g_inner_stride)[:, None]
+        dx_rows = dx_ptr + (at * width)[:, None]
+        rstd = tl.load(rstd_ptr + at, mask=here, other=0.0)
+        mean = tl.zeros((ROWS,), tl.float32)
+        if CENTRED:
+            mean = tl.load(mean_ptr + at, mask=here, other=0.0)
+        level = tl.zeros((ROWS,), tl.float32)
+        if WHOLE:
+            inside = here[:, None] & (cols < width)[None, :]
+            y = load_normed(x_rows, cols, inside, mean, rstd)
+            dy, dx = load_product(dy_rows, weight_ptr, cols, width, inside)
+            along = tl.sum(dx * y, 1) / width
+            if CENTRED:
+                level = tl.sum(dx, 1) / width
+            dx = (dx - y * along[:, None] - level[:, None]) * rstd[:, None]
+            if dtotal_ptr is not None:
+                t_rows = dtotal_ptr + row_starts(at, t_inner, t_outer_stride, t_inner_stride)[:, None]
+                dx += tl.load(t_rows + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+            tl.store(dx_rows + cols[None, :], dx.to(DTYPE), mask=inside)
+            if dweight_ptr is not None:
+                if ROUNDED:
+                    y = y.to(DTYPE).to(tl.float32)
+                dweight += dy * y
+            if dbias_ptr is not None:
+                dbias += dy
+        else:
+            part = tl.zeros((ROWS, BLOCK), tl.float32)
+            flat = tl.zeros((ROWS, BLOCK), tl.float32)
+            for start in tl.range(0, width, BLOCK):
+                inside = here[:, None] & (start + cols < width)[None, :]
+                y = load_normed(x_rows, start + cols, inside, mean, rstd)
+                _, dx = load_product(dy_rows, weight_ptr, start + cols, width, inside)
+                part += dx * y
+                if CENTRED:
+                    flat += dx
+            along = tl.sum(part, 1) / width
+            level = tl.sum(flat, 1) / width
+            for start in tl.range(0, width, BLOCK):
+                inside = here[:, None] & (start + cols < width)[None, :]
+                y = load_normed(x_rows, start + cols, inside, mean, rstd)
+                _, dx = load_product(dy_rows, weight_ptr, start + cols, width, inside)
+                dx = (dx - y * along[:, None] - level[:, None]) * rstd[:, None]
+                if dtotal_ptr is not None:
+                    t_rows = dtotal_ptr + row_starts(at, t_inner, t_outer_stride, t_inner_stride)[:, None]
+                    dx += tl.load(t_rows + (start + cols)[None, :], mask=inside, other=0.0).to(tl.float32)
+                tl.store(dx_rows + (start + cols)[None, :], dx.to(DTYPE), mask=inside)
+    if WHOLE:
+        if dweight_ptr is not None:
+            tl.store(dweight_ptr + pid * width + cols, tl.sum(dweight, 0), mask=cols < width)
+        if dbias_ptr is not None:
+            tl.store(dbias_ptr + pid * width + cols, tl.sum(dbias, 0), mask=cols < width)
+
+
+@triton.jit(do_not_specialize=["rows", "chunks"])
+def column_kernel(
+    dy_ptr, x_ptr, mean_ptr, rstd_ptr, dweight_ptr, dbias_ptr, rows: tl.int64, chunks: tl.int64, width: tl.int64,
+    g_inner, g_outer_stride: tl.int64, g_inner_stride: tl.int64,
+    x_inner, x_outer_stride: tl.int64, x_inner_stride: tl.int64,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr, ROUNDED: tl.constexpr,
+):  # fmt: skip
+    """Sums for weight and bias of rows too wide for `backward_kernel`: BLOCK columns of every so many rows."""
+    pid = tl.program_id(0).to(tl.int64)
+    chunk = pid % chunks
+    cols = pid // chunks * BLOCK + tl.arange(0, BLOCK)
+    dweight = tl.zeros((ROWS, BLOCK), tl.float32)  # summed over the rows at the end
+    dbias = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in tl.range(chunk * ROWS, rows, chunks * ROWS):
+        at = first + tl.arange(0, ROWS)
+        inside = (at < rows)[:, None] & (cols < width)[None, :]
+        dy_rows = dy_ptr + row_starts(at, g_inner, g_outer_stride, g_inner_stride)[:, None]
+        dy = tl.load(dy_rows + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+        if dweight_ptr is not None:
+            x_rows = x_ptr + row_starts(at, x_inner, x_outer_stride, x_inner_stride)[:, None]
+            rstd = tl.load(rstd_ptr + at, mask=at < rows, other=0.0)
+            mean = tl.zeros((ROWS,), tl.float32)
+            if CENTRED:
+                mean = tl.load(mean_ptr + at, mask=at < rows, other=0.0)
+            y = load_normed(x_rows, cols, inside, mean, rstd)
+            if ROUNDED:
+                y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+            dweight += dy * y
+        if dbias_ptr is not None:
+            dbias += dy
+    if dweight_ptr is not None:
+        tl.store(dweight_ptr + chunk * width + cols, tl.sum(dweight, 0), mask=cols < width)
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + chunk * width + cols, tl.sum(dbias, 0), mask=cols < width)
+
+
+def forward_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Norm) -> Run:
+    x, _, _, residual = tensors
+    block = blocks(problem.width, WIDEST)
+    view = row_view(x)
+    other = view if residual is None else row_view(residual)
+    launch = Launch(forward_kernel, forward_constants(block.constants, call), block.warps, x.device)
+    grid = -(-problem.rows // block.rows) if problem.width else 0
+    numbers = (problem.rows, problem.width, *view.numbers, *other.numbers, float(call.eps))
+
+    def run(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Normed:
+        found = empty(call, x, residual)
+        if grid == 0:
+            return found._replace(scale=found.scale.fill_(1.0))
+        launch(
+            grid,
+            (
+                view.of(x), dense(weight), dense(bias), None if residual is None else other.of(residual), found.out,
+                found.total if residual is not None else None, found.scale if call.quantise else None,
+                found.mean if call.stats and call.centred else None, found.rstd if call.stats else None,
+            ),
+            numbers,
+        )  # fmt: skip
+        return found
+
+    return run
+
+
+def forward_constants(block: dict[str, Any], call: Norm) -> dict[str, Any]:
+    most = QUANTISE[call.quantise][1] if call.quantise else 0
+    return block | {"CENTRED": call.centred, "ROUNDED": call.rounded, "MOST": most}
+
+
+def backward_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: NormBackward) -> Run:
+    grad, grad_total, x, *_ = tensors
+    block = blocks(problem.width, WIDEST_BACKWARD)
+    views = [row_view(x if y is None else y) for y in (grad, grad_total, x)]
+    flags = {"CENTRED": call.centred, "ROUNDED": call.rounded}
+    launch = Launch(backward_kernel, block.constants | flags, block.warps, x.device)
+    programs = max(1, min(-(-problem.rows // block.rows), resident(gpu, block.warps)))
+    numbers = (problem.rows, programs, problem.width, *(n for view in views for n in view.numbers))
+    columns = Launch(column_kernel, COLUMNS.sizes | flags, COLUMNS.warps, x.device)
+    parts = -(-problem.width // COLUMNS.width)
+    chunks = max(1, min(-(-problem.rows // COLUMNS.rows), resident(gpu, COLUMNS.warps) // max(1, parts)))
+    partials = programs if block.whole else chunks
+
+    def run(
+        grad: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dx = x.new_empty(x.shape)
+        dweight = rstd.new_empty(partials, problem.width) if call.need_weight else None
+        dbias = rstd.new_empty(partials, problem.width) if call.need_bias else None
+        if problem.width:
+            grad, x = views[0].of(grad), views[2].of(x)
+            total = None if grad_total is None else views[1].of(grad_total)
+            centre = mean if call.centred else None
+            sums = (dweight, dbias) if block.whole else (None, None)
+            launch(programs, (grad, total, x, dense(weight), centre, rstd, dx, *sums), numbers)
+            if not block.whole and (call.need_weight or call.need_bias):
+                sizes = (problem.rows, chunks, problem.width, *views[0].numbers, *views[2].numbers)
+                columns(parts * chunks, (grad, x, centre, rstd, dweight, dbias), sizes)
+        weights, biases = (nothing(rstd) if part is None else part.sum(0) for part in (dweight, dbias))
+        return dx, weights, biases
+
+    return run
+
+
+def dense(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()

@@ -1,0 +1,538 @@
+"""The fused backward against autograd of the oracle in fp64: in Triton's interpreter here, and on a GPU.
+
+fp16 and fp32 only in the interpreter, whose bf16 is wrong. The tolerance is twice plain torch's error (gradients.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+import flashkernels as fk
+import flashkernels.attention.api as api
+import flashkernels.attention.triton.backward_tiles as backward_tiles
+from flashkernels.attention.problem import AttentionProblem, BackwardProblem
+from flashkernels.dispatch import select, verdicts
+from flashkernels.hardware import lookup
+from flashkernels.tiling import Tile
+
+from . import oracle
+from .cases import EVERYTHING, FEATURES, NO_MASK, Shape, bool_mask, float_mask, keywords, pairs, qkv, ragged
+from .gpu import LENGTHS, misaligned, needs_memory, odd_rows, on_gpu, sequence_first, spread, syncs_are_errors
+from .gradients import check, check_varlen, gradients, leaves
+from .test_properties import Call, calls, lengths
+
+INF, NAN = float("inf"), float("nan")
+SMALL = Shape(b=1, sq=35, sk=50, h=2, hkv=1, d=16)
+SIDES = ("alibi_slopes", "sinks")  # a mask's gradient is not the fused backward's
+dtype_id = lambda dtype: str(dtype).removeprefix("torch.")  # noqa: E731
+
+interpreter = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 before triton is imported"
+)
+
+
+def sides(features: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(name for name in SIDES if name in features)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Small blocks, so that small inputs have an interior, an edge and a ragged end."""
+
+    def use(block_m: int, block_n: int) -> None:
+        def choose(problem: AttentionProblem, gpu: Any) -> backward_tiles.BackwardTiles:
+            parts, parts_v = backward_tiles.in_two(problem.head_dim), backward_tiles.in_two(problem.head_dim_v)
+            tile = Tile("exact", block_m, block_n, parts, parts_v, 4, 1, tma=False)
+            return backward_tiles.BackwardTiles(tile, tile)
+
+        monkeypatch.setattr(backward_tiles, "choose", choose)
+        monkeypatch.setattr(api, "_backward_plans", {})
+
+    return use
+
+
+# Features
+
+
+@interpreter
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=dtype_id)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_feature_alone(feature: str, dtype: torch.dtype) -> None:
+    features = keywords(feature, SMALL)
+    check(*qkv(SMALL, dtype), impl="triton", also=sides(features), **features)
+
+
+@interpreter
+@pytest.mark.parametrize("both", pairs()[::5])
+def test_pair_of_features(both: str) -> None:
+    shape = Shape(b=1, sq=45, sk=30, h=2, hkv=1)  # more queries than keys: causal leaves rows that see nothing
+    features = keywords(both, shape)
+    check(*qkv(shape), impl="triton", also=sides(features), **features)
+
+
+@interpreter
+@pytest.mark.parametrize("mask", ["boolmask", "floatmask"])
+@pytest.mark.parametrize("dim", [24, 72])
+def test_every_feature_at_once(mask: str, dim: int) -> None:
+    shape = Shape(b=2, sq=30, sk=70, h=3, hkv=1, d=dim, dv=40)
+    check(*qkv(shape, torch.float16), impl="triton", also=SIDES, **keywords([*EVERYTHING, mask], shape))
+
+
+@interpreter
+@pytest.mark.parametrize("blocks", [(16, 16), (16, 32), (32, 16)], ids=str)
+@pytest.mark.parametrize("feature", ["plain", "causal", "window", "left+softcap+alibi+sinks", "floatmask+causal"])
+@pytest.mark.parametrize("sizes", [(45, 60), (60, 30)], ids=str)
+def test_walk_of_many_blocks(blocks: tuple[int, int], feature: str, sizes: tuple[int, int], small_tiles: Any) -> None:
+    small_tiles(*blocks)
+    shape = Shape(b=1, sq=sizes[0], sk=sizes[1], h=2, hkv=1, d=24, dv=16)
+    features = keywords(feature, shape)
+    check(*qkv(shape, torch.float16), impl="triton", also=sides(features), **features)
+
+
+@interpreter
+@pytest.mark.parametrize("feature", ["plain", "causal", "window+sinks", "alibi2d+causal"])
+def test_ragged_walk_of_many_blocks(feature: str, small_tiles: Any) -> None:
+    small_tiles(16, 16)
+    shape = Shape(b=4, h=2, hkv=1, d=24, dv=16)
+    features = keywords(feature, shape)
+    batch = ragged([40, 0, 1, 25], [33, 9, 50, 0], shape, torch.float16)
+    check_varlen(batch, impl="triton", also=sides(features), **features)
+
+
+@interpreter
+@pytest.mark.parametrize("scale", [0.0, -0.7])
+def test_scale_of_any_sign(scale: float) -> None:
+    check(*qkv(SMALL), impl="triton", softmax_scale=scale, causal=True)
+
+
+@interpreter
+@pytest.mark.parametrize("sink", [-INF, -1e4, 1e4], ids=str)
+def test_extreme_sink(sink: float) -> None:
+    shape = Shape(b=1, sq=20, sk=12, h=2)
+    check(*qkv(shape), impl="triton", also=("sinks",), sinks=torch.full((2,), sink), causal=True)
+
+
+@interpreter
+@pytest.mark.parametrize("name", SIDES)
+def test_side_gradient_has_the_dtype_of_its_input(name: str) -> None:
+    q, k, v = qkv(SMALL, torch.float16)
+    side = torch.zeros(SMALL.h, dtype=torch.float64).requires_grad_()
+    (grad,) = torch.autograd.grad(fk.attention(q, k, v, **{name: side}, impl="triton").sum(), side)
+    assert grad.dtype == side.dtype and grad.shape == side.shape
+
+
+# Shapes
+
+
+@interpreter
+@pytest.mark.parametrize("dim", [1, 8, 40, 72, 112, 128, 160, 192, 256, 320])
+def test_head_dimension(dim: int) -> None:
+    check(*qkv(Shape(b=1, sq=20, sk=35, h=2, hkv=1, d=dim), torch.float16), impl="triton", causal=True)
+
+
+@interpreter
+@pytest.mark.parametrize("dim", [40, 72, 320])
+def test_head_dimension_in_fp32(dim: int) -> None:
+    check(*qkv(Shape(b=1, sq=20, sk=35, h=1, hkv=1, d=dim)), impl="triton", causal=True)
+
+
+@interpreter
+@pytest.mark.parametrize("dims", [(16, 40), (40, 16), (192, 128), (1, 72), (72, 1), (320, 24)], ids=str)
+def test_head_dimension_of_v_differs(dims: tuple[int, int]) -> None:
+    shape = Shape(b=1, sq=20, sk=35, h=2, hkv=1, d=dims[0], dv=dims[1])
+    check(*qkv(shape, torch.float16), impl="triton", causal=True)
+
+
+@interpreter
+@pytest.mark.parametrize("heads", [(6, 2), (7, 1), (3, 3)], ids=lambda h: f"{h[0]}:{h[1]}")
+def test_gradients_of_k_and_v_sum_over_their_query_heads(heads: tuple[int, int]) -> None:
+    shape = Shape(b=2, sq=9, sk=20, h=heads[0], hkv=heads[1])
+    features = keywords("causal+alibi+sinks+boolmask", shape)
+    check(*qkv(shape), impl="triton", also=SIDES, **features)
+
+
+@interpreter
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 70), (70, 1), (64, 64), (127, 65)], ids=str)
+def test_sequence_lengths(sizes: tuple[int, int]) -> None:
+    check(*qkv(Shape(b=1, sq=sizes[0], sk=sizes[1], h=1, hkv=1), torch.float16), impl="triton", causal=True)
+
+
+@interpreter
+@pytest.mark.parametrize("sizes", [{"b": 0}, {"sq": 0}, {"sk": 0}, {"sq": 0, "sk": 0}], ids=str)
+def test_sizes_of_nothing(sizes: dict[str, int]) -> None:
+    shape = SMALL.but(**sizes)
+    features = keywords("causal+alibi2d+sinks", shape)
+    inputs = leaves(*qkv(shape), *(features[name] for name in SIDES))
+    out = fk.attention(*inputs[:3], causal=True, alibi_slopes=inputs[3], sinks=inputs[4], impl="triton")
+    assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), inputs))
+
+
+@interpreter
+@pytest.mark.parametrize("feature", [*NO_MASK, "+".join(EVERYTHING)])
+def test_varlen(feature: str) -> None:
+    shape = Shape(b=3, h=4, hkv=2, d=8, dv=5)
+    features = keywords(feature, shape)
+    check_varlen(ragged([5, 0, 12], [9, 3, 7], shape), impl="triton", also=sides(features), **features)
+
+
+@interpreter
+@pytest.mark.parametrize("lens", [([], []), ([0, 0], [0, 0]), ([3], [0]), ([0], [3])], ids=str)
+def test_varlen_of_nothing(lens: tuple[list[int], list[int]]) -> None:
+    batch = ragged(*lens, SMALL)
+    inputs = leaves(batch.q, batch.k, batch.v)
+    out = fk.attention_varlen(*inputs, *batch.args[3:], causal=True, impl="triton")
+    assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), inputs))
+
+
+STRIDES = {"misaligned": misaligned, "odd": odd_rows, "spread": spread, "sequence-first": sequence_first}
+
+
+@interpreter
+@pytest.mark.parametrize("change", STRIDES.values(), ids=STRIDES.keys())
+def test_any_strides_of_the_inputs_and_of_the_gradient(change: Any) -> None:
+    inputs, exact = qkv(SMALL), [x.double().requires_grad_() for x in qkv(SMALL)]
+    views = [change(x).requires_grad_() for x in inputs]
+    out, lse = fk.attention(*views, causal=True, return_lse=True, impl="triton")
+    weights = [torch.randn_like(out), torch.randn_like(lse)]
+    got = torch.autograd.grad((out, lse), views, [change(w) for w in weights])
+    want = torch.autograd.grad(oracle.attention(*exact, causal=True)[:2], exact, [w.double() for w in weights])
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g.double(), w, rtol=1e-4, atol=1e-5)
+
+
+# What nobody sees
+
+
+@interpreter
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [NAN, INF], ids=str)
+@pytest.mark.parametrize("kind", ["bool", "float", "window"])
+def test_poison_that_nobody_sees_reaches_no_gradient(kind: str, value: float, which: str) -> None:
+    """Keys from 30 on are hidden from all rows, and rows up to 10 see nothing."""
+    q, k, v = qkv(SMALL.but(sq=50))
+    keep = torch.ones(50, 50, dtype=torch.bool)
+    keep[:, 30:] = keep[:10] = False
+    mask = keep if kind == "bool" else torch.zeros(50, 50).masked_fill(~keep, -INF)
+    features: dict[str, Any] = {"mask": mask}
+    if kind == "window":  # the rows look at keys 20 to 45 places before them
+        features = {"window": (45, 0), "mask": keep}
+    want = gradients((fk.attention(*(clean := leaves(q, k, v)), impl="torch", **features),), clean)
+    if which == "q":
+        q[:, :10] = value
+    else:
+        {"k": k, "v": v}[which][:, 30:] = value
+    got = gradients((fk.attention(*(dirty := leaves(q, k, v)), impl="triton", **features),), dirty)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w)
+
+
+@interpreter
+def test_poison_behind_the_causal_edge_reaches_no_other_row() -> None:
+    q, k, v = qkv(Shape(b=1, sq=40, sk=40, h=1, hkv=1))
+    v[:, 20:], k[:, 20:] = NAN, NAN
+    inputs = leaves(q, k, v)
+    dq, *_ = torch.autograd.grad(fk.attention(*inputs, causal=True, impl="triton").nansum(), inputs)
+    assert dq[:, :20].isfinite().all() and (dq[:, :20] != 0).any()
+
+
+@interpreter
+@pytest.mark.parametrize("bias", [-1e9, torch.finfo(torch.float32).min], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=dtype_id)
+def test_rows_hidden_by_a_large_number_have_finite_gradients(dtype: torch.dtype, bias: float) -> None:
+    mask = torch.zeros(35, 50)
+    mask[:10] = bias
+    inputs = leaves(*qkv(SMALL, dtype))
+    grads = gradients((fk.attention(*inputs, mask=mask, impl="triton"),), inputs)
+    assert all(g.isfinite().all() for g in grads) and (grads[0][:, :10] == 0).all()
+
+
+# What runs
+
+
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    from flashkernels.jit import launch
+
+    names: list[str] = []
+    call = launch.Launcher.__call__
+
+    def counted(self: Any, *args: Any) -> None:
+        names.append(self.kernel.__name__)
+        call(self, *args)
+
+    monkeypatch.setattr(launch.Launcher, "__call__", counted)
+    return names
+
+
+@interpreter
+@pytest.mark.parametrize(
+    ("wanted", "kernels"),
+    [
+        ("q", ["rows_kernel", "dq_kernel"]),
+        ("k", ["rows_kernel", "dkdv_kernel"]),
+        ("v", ["rows_kernel", "dkdv_kernel"]),
+        ("qkv", ["rows_kernel", "dq_kernel", "dkdv_kernel"]),
+    ],
+)
+def test_what_nobody_wants_is_not_computed(wanted: str, kernels: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = dict(zip("qkv", qkv(SMALL, torch.float16), strict=True))
+    all_of_them = leaves(*inputs.values())
+    want = torch.autograd.grad(fk.attention(*all_of_them, impl="triton").sum(), all_of_them)
+    for name in wanted:
+        inputs[name].requires_grad_()
+    out = fk.attention(**inputs, impl="triton")
+    names = launches(monkeypatch)
+    out.sum().backward()
+    assert names == kernels
+    for (name, x), w in zip(inputs.items(), want, strict=True):
+        assert torch.equal(x.grad, w) if name in wanted else x.grad is None
+
+
+@interpreter
+def test_the_same_bits_every_time() -> None:
+    inputs = leaves(*qkv(SMALL, torch.float16))
+    out = fk.attention(*inputs, causal=True, impl="triton")
+    first = torch.autograd.grad(out.sum(), inputs, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(out.sum(), inputs), strict=True))
+
+
+@interpreter
+def test_checkpointing() -> None:
+    inputs = leaves(*qkv(SMALL))
+    attend = lambda q, k, v: fk.attention(q, k, v, causal=True, impl="triton")  # noqa: E731
+    want = torch.autograd.grad(attend(*inputs).square().sum(), inputs)
+    out = torch.utils.checkpoint.checkpoint(attend, *inputs, use_reentrant=False)
+    for g, w in zip(torch.autograd.grad(out.square().sum(), inputs), want, strict=True):
+        assert torch.equal(g, w)
+
+
+@interpreter
+def test_changing_the_output_before_backward_is_an_error() -> None:
+    inputs = leaves(*qkv(SMALL))
+    out = fk.attention(*inputs, impl="triton")
+    out.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@interpreter
+@pytest.mark.parametrize("lse", [False, True], ids=["out", "lse"])
+def test_opcheck_of_both_ops(lse: bool) -> None:
+    q, k, v = leaves(*qkv(Shape(b=1, sq=9, sk=14, h=2, hkv=1, d=8, dv=5)))
+    slopes, sinks = leaves(torch.rand(2), torch.rand(2))
+    arguments = (q, k, v, slopes, sinks, *(None,) * 7, 0, 0, True, 0.5, -1, -1, 2.0, "bshd", lse, "triton")
+    torch.library.opcheck(torch.ops.flashkernels.attention.default, arguments)
+    out, level = fk.attention(q, k, v, causal=True, softmax_scale=0.5, return_lse=True, impl="torch")
+    saved = [x.detach() for x in (out, level, q, k, v)]
+    given = (torch.ones_like(out), torch.ones_like(level) if lse else None, *saved, None, None, None, None, None)
+    last = (0, 0, True, 0.5, -1, -1, 0.0, "triton", [True, lse, True, False, False, False])
+    torch.library.opcheck(torch.ops.flashkernels.attention_backward.default, (*given, *last))
+
+
+@interpreter
+def test_compiled_gradients_are_the_eager_ones() -> None:
+    def loss(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        out, lse = fk.attention(q * 2, k, v, causal=True, sinks=sinks, return_lse=True, impl="triton")
+        return out.square().sum() + lse.sum()
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    for seq in (11, 19):
+        inputs = leaves(*qkv(Shape(b=3, sq=seq, sk=seq + 3)), torch.rand(4))
+        want = torch.autograd.grad(loss(*inputs), inputs)
+        for g, w in zip(torch.autograd.grad(compiled(*inputs), inputs), want, strict=True):
+            torch.testing.assert_close(g, w)
+
+
+# Which implementation serves
+
+H200 = AttentionProblem(batch=1, seq_q=64, seq_k=64, heads=2, kv_heads=2, head_dim=64)
+
+
+def served(problem: AttentionProblem, gpu: str | None = "h200", wanted: str = "q k v", **options: Any) -> str:
+    backward = BackwardProblem(problem, tuple(wanted.split()), **options)
+    return select(api.BACKWARD_IMPLS, backward, None if gpu is None else lookup(gpu)).name
+
+
+def test_the_table_serves_every_backward() -> None:
+    assert served(H200) == served(H200, impl="hopper") == served(replace(H200, head_dim=512)) == "triton"
+    assert served(H200, impl="torch") == served(H200, wanted="q mask") == served(H200, saved=False) == "torch"
+    assert served(replace(H200, dtype="fp64")) == served(replace(H200, device="cpu"), None) == "torch"
+    wide = replace(H200, head_dim=512, head_dim_v=512, dtype="fp32")
+    assert served(wide) == "triton" and served(wide, "rtx5090") == "torch"
+
+
+def test_the_table_says_why() -> None:
+    def reason(problem: AttentionProblem, gpu: str = "h200", **options: Any) -> str | None:
+        return verdicts(api.BACKWARD_IMPLS, BackwardProblem(problem, **options), lookup(gpu))[0].reason
+
+    assert reason(H200, wanted=("q",)) is None
+    assert reason(H200, wanted=("mask",)) == "has no gradient of a mask"
+    assert reason(H200, wanted=("q",), impl="torch") == "impl='torch' was asked for"
+    assert "no backward tile fits head_dim=512" in str(
+        reason(replace(H200, head_dim=512, head_dim_v=512, dtype="fp32"), "rtx5090", wanted=("q",))
+    )
+
+
+@interpreter
+def test_a_mask_that_wants_a_gradient_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    mask = float_mask((35, 50), drop=0.0).requires_grad_()
+    inputs = leaves(*qkv(SMALL))
+    out = fk.attention(*inputs, mask=mask, impl="triton")
+    with caplog.at_level(logging.INFO, "flashkernels.dispatch"):
+        api._backward_plans.clear()
+        out.sum().backward()
+    assert "torch serves" in caplog.text and "triton: has no gradient of a mask" in caplog.text
+
+
+# Any call
+
+
+def check_call(call: Call) -> None:
+    features = {**call.keywords(), "layout": call.layout}
+    check(*call.tensors(), impl="triton", also=sides(features), **features)
+
+
+DIMS = st.sampled_from([1, 5, 16, 24, 40, 72])
+
+
+@interpreter
+@settings(max_examples=10)
+@given(calls(DIMS, [torch.float16, torch.float32], 50))
+def test_any_dense_call(call: Call) -> None:
+    check_call(call)
+
+
+@interpreter
+@settings(max_examples=8)
+@given(calls(DIMS, [torch.float16, torch.float32], 0, mask=False), lengths(40))
+def test_any_ragged_call(call: Call, lens: list[tuple[int, int]]) -> None:
+    call = replace(call, shape=call.shape.but(b=len(lens)))
+    batch = call.ragged([q for q, _ in lens], [k for _, k in lens])
+    features = call.keywords()
+    check_varlen(batch, impl="triton", also=sides(features), **features)
+
+
+@pytest.mark.slow
+@interpreter
+@settings(max_examples=60)
+@given(calls(st.integers(1, 512), [torch.float16, torch.float32], 200))
+def test_any_dense_call_at_length(call: Call) -> None:
+    check_call(call)
+
+
+# On a GPU
+
+LARGE = Shape(b=2, sq=300, sk=420, h=4, hkv=2, d=72)
+each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_id)
+
+
+def cuda(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    return qkv(shape, dtype, device="cuda")
+
+
+@pytest.mark.gpu
+@each_dtype
+@pytest.mark.parametrize("feature", FEATURES)
+def test_gpu_feature(feature: str, dtype: torch.dtype) -> None:
+    features = keywords(feature, LARGE, "cuda")
+    check(*cuda(LARGE, dtype), impl="auto", also=sides(features), **features)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("both", pairs())
+def test_gpu_pair_of_features(both: str) -> None:
+    shape = LARGE.but(sq=420, sk=300)
+    features = keywords(both, shape, "cuda")
+    check(*cuda(shape), impl="auto", also=sides(features), **features)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["boolmask", "floatmask"])
+def test_gpu_every_feature_at_once(mask: str) -> None:
+    check(*cuda(LARGE), impl="auto", also=SIDES, **keywords([*EVERYTHING, mask], LARGE, "cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [1, 8, *range(16, 257, 16), 33, 72, 104, 200, 264, 320, 512])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_gpu_head_dimension(dim: int, causal: bool) -> None:
+    check(*cuda(LARGE.but(d=dim, h=2, hkv=1)), impl="auto", causal=causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [40, 64, 128, 256, 512])
+def test_gpu_head_dimension_in_fp32(dim: int) -> None:
+    check(*cuda(LARGE.but(d=dim, h=2, hkv=1), torch.float32), impl="auto", causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(16, 40), (192, 128), (64, 256), (256, 64), (512, 64)], ids=str)
+def test_gpu_head_dimension_of_v_differs(dims: tuple[int, int]) -> None:
+    check(*cuda(LARGE.but(d=dims[0], dv=dims[1])), impl="auto", causal=True)
+
+
+@pytest.mark.gpu
+@each_dtype
+@pytest.mark.parametrize("feature", NO_MASK)
+def test_gpu_varlen(feature: str, dtype: torch.dtype) -> None:
+    shape = LARGE.but(b=len(LENGTHS[0]))
+    features = keywords(feature, shape, "cuda")
+    batch = ragged(*LENGTHS, shape, dtype, device="cuda")
+    check_varlen(batch, impl="auto", also=sides(features), **features)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", STRIDES.values(), ids=STRIDES.keys())
+def test_gpu_any_strides_give_the_same_bits(change: Any) -> None:
+    inputs = leaves(*cuda(LARGE))
+    out = fk.attention(*inputs, causal=True, impl="triton")
+    weight = torch.randn_like(out)
+    want = torch.autograd.grad(out, inputs, weight)
+    views = [change(x.detach()).requires_grad_() for x in inputs]
+    got = torch.autograd.grad(fk.attention(*views, causal=True, impl="triton"), views, change(weight))
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
+def test_gpu_hidden_poison() -> None:
+    q, k, v = cuda(LARGE)
+    mask = bool_mask((LARGE.sq, LARGE.sk), device="cuda")
+    mask[:, 300:] = mask[:50] = False
+    want = torch.autograd.grad(fk.attention(*(clean := leaves(q, k, v)), mask=mask).sum(), clean)
+    q[:, :50], k[:, 300:], v[:, 300:] = NAN, NAN, INF
+    got = torch.autograd.grad(fk.attention(*(dirty := leaves(q, k, v)), mask=mask).sum(), dirty)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w)
+
+
+@pytest.mark.gpu
+def test_gpu_memory_grows_with_the_sequence_not_with_its_square() -> None:
+    needs_memory(4)
+    inputs = leaves(*cuda(Shape(b=1, sq=32768, sk=32768, h=2, hkv=2, d=64)))
+    out = fk.attention(*inputs, causal=True)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.grad(out, inputs, torch.ones_like(out))
+    assert torch.cuda.max_memory_allocated() - before < 12 * inputs[0].numel() * 2
+
+
+@pytest.mark.gpu
+def test_gpu_backward_waits_for_nothing() -> None:
+    batch = on_gpu(ragged(*LENGTHS, LARGE, torch.bfloat16).args)
+    inputs = leaves(*batch[:3])
+    slopes, sinks = leaves(torch.rand(LARGE.h, device="cuda"), torch.rand(LARGE.h, device="cuda"))
+    features = {"causal": True, "alibi_slopes": slopes, "sinks": sinks}
+    for _ in range(2):  # the first time compiles
+        out = fk.attention_varlen(*inputs, *batch[3:], **features)
+        weight = torch.ones_like(out)
+        with syncs_are_errors():
+            torch.autograd.grad(out, [*inputs, slopes, sinks], weight)

@@ -1,0 +1,135 @@
+"""What the Hopper plan writes into its parameters and launches, with a driver that only takes notes."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashkernels as fk
+from flashkernels.attention.hopper import forward
+from flashkernels.attention.hopper.forward import Params
+from flashkernels.attention.tensors import Tensors
+from flashkernels.attention.validation import described
+from flashkernels.hardware import GPUS
+
+H200 = GPUS["h200"]
+COUNTERS, STREAM = 0x1000, 7
+
+
+class Driver:
+    """Kernels that note their launches with a copy of the parameters; tensor maps that say what they were made of."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[str, int, int, Params]] = []
+        self.maps: list[tuple[Any, ...]] = []
+
+    def kernel(self, name: str, shared: int) -> Any:
+        note = self.launches.append
+
+        class Kernel:
+            def launch(self, grid: int, block: int, stream: int, address: int) -> None:
+                assert stream == STREAM and address % 64 == 0
+                note((name, grid, block, Params.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(Params)))))
+
+        return Kernel()
+
+    def tensor_map(self, *arguments: Any) -> bytes:
+        self.maps.append(arguments)
+        return len(self.maps).to_bytes(128, "little")
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    fake = Driver()
+    monkeypatch.setattr(forward, "library", lambda variant: fake)
+    monkeypatch.setattr(forward.driver, "tensor_map", fake.tensor_map)
+    monkeypatch.setattr(forward, "counters", lambda device, stream: COUNTERS)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # that of a CPU tensor
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
+    return fake
+
+
+def planned(driver: Driver, tensors: Tensors, lengths: tuple[int, int] = (0, 0), **features: Any) -> tuple[Params, Any]:
+    """The parameters of the forward launch, and what the call returned."""
+    settings: dict[str, Any] = {"causal": False, "softmax_scale": None, "window": (-1, -1), "softcap": 0.0} | features
+    named = tensors._asdict()
+    q, k, v = (named.pop(name) for name in "qkv")
+    settings |= {"max_seqlen_q": lengths[0], "max_seqlen_k": lengths[1], "need_lse": True}
+    problem = described(q, k, v, **named, **settings)
+    run = forward.plan(problem, H200, tensors)
+    result = run(tensors, 0.5, settings["softcap"])
+    name, _, _, params = driver.launches[-1]
+    assert name == "forward"
+    return params, result
+
+
+def inputs(batch: int, seq: int, heads: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(batch, seq, heads, dim).to(dtype) for _ in range(3))
+
+
+def test_a_plain_call_has_its_pointers_maps_and_scale(driver: Driver) -> None:
+    q, k, v = inputs(2, 4096, 32, 72)
+    params, (out, lse) = planned(driver, Tensors(q, k, v), causal=True)
+    assert (params.out, params.lse, params.counters) == (out.data_ptr(), lse.data_ptr(), COUNTERS)
+    assert (params.q_data, params.k_data, params.v_data) == (q.data_ptr(), k.data_ptr(), v.data_ptr())
+    assert [params.slopes, params.sinks, params.order, params.pages, params.partial, params.values] == [None] * 6
+    assert params.scale == pytest.approx(0.5 * 1.4426950408889634)
+    assert [m[0] for m in driver.maps] == [q.data_ptr(), k.data_ptr(), v.data_ptr(), q.data_ptr(), k.data_ptr()]
+    assert (params.q[0], params.k[0], params.v[0], params.q_rest[0], params.k_rest[0]) == (1, 2, 3, 4, 5)
+    assert list(params.out_strides) == list(out.stride()[:3]) and params.lse_head == 4096
+
+
+def test_a_second_call_with_other_tensors_gets_other_maps(driver: Driver) -> None:
+    first, second = (Tensors(*inputs(2, 300, 4, 64)) for _ in range(2))
+    problem = described(*first[:3], causal=False, softmax_scale=None, window=(-1, -1), softcap=0.0, alibi_slopes=None,
+                        sinks=None)  # fmt: skip
+    run = forward.plan(problem, H200, first)
+    for tensors, maps in ((first, 3), (first, 3), (second, 6)):
+        run(tensors, 1.0, 0.0)
+        assert len(driver.maps) == maps
+        assert driver.launches[-1][3].q_data == tensors.q.data_ptr()
+
+
+def test_features_have_their_pointers(driver: Driver) -> None:
+    q, k, v = inputs(2, 300, 4, 64)
+    slopes, sinks = torch.rand(2, 4), torch.rand(4)
+    params, _ = planned(driver, Tensors(q, k, v, slopes, sinks), softcap=20.0)
+    assert (params.slopes, params.sinks, params.slope_batch) == (slopes.data_ptr(), sinks.data_ptr(), 4)
+    assert params.scale == pytest.approx(0.5 / 20) and params.softcap == pytest.approx(20 * 1.4426950408889634)
+
+
+def test_a_ragged_paged_batch_is_ordered_first(driver: Driver) -> None:
+    q = torch.randn(70, 4, 64).bfloat16()
+    pages = torch.randn(9, 64, 2, 64).bfloat16()
+    ends = torch.tensor([0, 30, 70], dtype=torch.int32)
+    table = torch.zeros(2, 3, dtype=torch.int32)
+    tensors = Tensors(q, pages, pages, None, None, None, ends, ends.clone(), table)
+    params, _ = planned(driver, tensors, (40, 40), causal=True)
+    assert [name for name, *_ in driver.launches] == ["order", "forward"]
+    assert (params.cu_q, params.cu_k) == (ends.data_ptr(), tensors.cu_seqlens_k.data_ptr())
+    assert (params.pages, params.page_size, params.max_pages) == (table.data_ptr(), 64, 3)
+    assert params.order is not None and params.batch == 2
+
+
+def test_fp8_has_scales_and_turns_v_first(driver: Driver) -> None:
+    x = fk.quantise_qkv(*inputs(2, 300, 4, 128), per_block=True)
+    params, (out, _) = planned(driver, Tensors(*x[:3], **x.scales))
+    assert [name for name, *_ in driver.launches] == ["values", "forward"]
+    assert driver.launches[0][1:3] == (2 * 4 * 2 * 3, 128)  # batch, heads, halves of 128 columns, blocks of 128 keys
+    assert (params.q_scale, params.k_scale, params.v_scale) == tuple(s.data_ptr() for s in x[3:])
+    assert (params.q_blocks, params.k_blocks, params.values_row) == (3, 3, 384)
+    assert params.v_data == x.v.data_ptr() and params.values == driver.maps[2][0] != x.v.data_ptr()
+    assert out.dtype == torch.bfloat16
+    plain, _ = planned(driver, Tensors(*x[:3]))
+    assert plain.q_scale and plain.k_scale and plain.v_scale and plain.q_blocks == 0
+
+
+def test_keys_in_parts_have_room_for_them(driver: Driver) -> None:
+    q, k, v = torch.randn(1, 1, 8, 64).half(), *(torch.randn(1, 20000, 8, 64).half() for _ in range(2))
+    params, _ = planned(driver, Tensors(q, k, v))
+    assert params.splits > 1 and params.partial
+    assert driver.launches[-1][1] == params.tiles == 8 * params.splits
