@@ -7,6 +7,7 @@ problem serves it. Nothing falls back silently: naming an implementation that ca
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from flashkernels.hardware import Gpu
+from flashkernels.jit.mode import interpreting
 
 log = logging.getLogger("flashkernels.dispatch")
 if "dispatch" in os.environ.get("FLASHKERNELS_LOG", "").split(","):
@@ -80,3 +82,27 @@ def select(impls: Sequence[Impl], problem: Any, gpu: Gpu | None, name: str = "au
             return impl
         refusals.append(f"{impl.name}: {reason}")
     raise UnsupportedError(f"impl={name!r} cannot serve this call: {'; '.join(refusals)}")
+
+
+# --- the words with which Triton kernels decline, whatever the op
+
+
+def lacks_triton(device: str, dtype: str, gpu: Gpu | None) -> str | None:
+    """Why no Triton kernel can run here on such tensors, or None."""
+    if device == "cpu":
+        if not interpreting():
+            return "needs a GPU (or TRITON_INTERPRET=1 set before the import)"
+        if dtype == "bf16":
+            return "Triton's interpreter computes bf16 wrongly"
+    elif device != "cuda" or gpu is None:
+        return f"needs an NVIDIA GPU, the tensors are on {device}"
+    elif gpu.capability < (8, 0):
+        return f"needs compute capability 8.0, {gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return "has no fp64 kernel" if dtype == "fp64" else None
+
+
+def leaves_the_cpu(problem: Any, gpu: Gpu | None) -> str | None:
+    """The interpreter is for tests: it serves CPU tensors only when asked for by name."""
+    return "Triton's interpreter is slow: name impl='triton' to use it" if problem.device == "cpu" else None

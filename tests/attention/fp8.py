@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from .cases import Shape, qkv
 
 E4M3 = torch.float8_e4m3fn
 ROWS = 128  # that share a scale
+each_scale = pytest.mark.parametrize("per_block", [False, True], ids=["per-head", "per-block"])
 
 
 def quantised(shape: Shape, device: str = "cpu", *, per_block: bool = False, seed: int = 0) -> Quantised:

@@ -20,7 +20,10 @@ INF, NAN = float("inf"), float("nan")
 LENGTHS = ([700, 0, 1, 129, 333, 64], [500, 40, 900, 0, 333, 1])
 LARGE = Shape(b=2, sq=700, sk=1000, h=6, hkv=2, d=72)
 FAR = 2**31  # elements
-dtype_id = lambda dtype: str(dtype).removeprefix("torch.")  # noqa: E731
+
+
+def dtype_id(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def capability() -> tuple[int, int]:

@@ -27,14 +27,13 @@ from flashkernels.tiling import Tile
 
 from . import oracle
 from .cases import EVERYTHING, FEATURES, NO_MASK, Shape, bool_mask, float_mask, keywords, pairs, qkv, ragged
-from .gpu import LENGTHS, misaligned, needs_memory, odd_rows, on_gpu, sequence_first, spread, syncs_are_errors
+from .gpu import LENGTHS, dtype_id, misaligned, needs_memory, odd_rows, on_gpu, sequence_first, spread, syncs_are_errors
 from .gradients import check, check_varlen, gradients, leaves
 from .test_properties import Call, calls, lengths
 
 INF, NAN = float("inf"), float("nan")
 SMALL = Shape(b=1, sq=35, sk=50, h=2, hkv=1, d=16)
 SIDES = ("alibi_slopes", "sinks")  # a mask's gradient is not the fused backward's
-dtype_id = lambda dtype: str(dtype).removeprefix("torch.")  # noqa: E731
 
 interpreter = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 before triton is imported"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from flashkernels import hardware
 from flashkernels.attention import sdpa
@@ -26,9 +24,9 @@ from flashkernels.attention.tensors import (
 )
 from flashkernels.attention.triton import backward_tiles
 from flashkernels.attention.validation import LAYOUTS, check_cu_values, described
-from flashkernels.dispatch import Impl, UnsupportedError, select
+from flashkernels.dispatch import Impl, UnsupportedError, lacks_triton, leaves_the_cpu, select
 from flashkernels.hardware import GPUS, Gpu
-from flashkernels.jit.mode import interpreting
+from flashkernels.jit.eager import unwatched
 from flashkernels.tiling import Tile, TilingError, override
 
 
@@ -70,40 +68,24 @@ def needs_triton(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
     forced = override()
     if not isinstance(forced, (str, Tile, NoneType)):
         return f"use_tile asks for {forced.name}, which is another kernel's"
-    return lacks_triton(problem, gpu)
+    return refuses(problem, gpu)
 
 
-def lacks_triton(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
-    """What keeps the Triton kernels, forward and backward, from serving, or None."""
-    if problem.device == "cpu":
-        if not interpreting():
-            return "needs a GPU (or TRITON_INTERPRET=1 set before the import)"
-        if problem.dtype == "bf16":
-            return "Triton's interpreter computes bf16 wrongly"
-    elif problem.device != "cuda" or gpu is None:
-        return f"needs an NVIDIA GPU, the tensors are on {problem.device}"
-    elif gpu.capability < (8, 0):
-        return f"needs compute capability 8.0, {gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if problem.dtype in ("fp8", "fp64"):
-        return f"has no {problem.dtype} kernel"
+def refuses(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
+    """What keeps our Triton kernels, forward and backward, from serving, or None."""
+    if reason := lacks_triton(problem.device, problem.dtype, gpu):
+        return reason
+    if problem.dtype == "fp8":
+        return "has no fp8 kernel"
     if problem.page_size:
         return "takes no paged K and V"
     largest = max(problem.head_dim, problem.head_dim_v)
-    if largest > 512:
-        return f"head_dim={largest} is over 512"
-    return None
-
-
-def leaves_the_cpu(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
-    """The interpreter is for tests: it serves CPU tensors only when asked for by name."""
-    return "Triton's interpreter is slow: name impl='triton' to use it" if problem.device == "cpu" else None
+    return f"head_dim={largest} is over 512" if largest > 512 else None
 
 
 def needs_triton_backward(problem: BackwardProblem, gpu: Gpu | None) -> str | None:
     """Why the fused backward cannot serve, or None."""
-    if reason := lacks_triton(problem.call, gpu):
+    if reason := refuses(problem.call, gpu):
         return reason
     if "mask" in problem.wanted:
         return "has no gradient of a mask"
@@ -325,7 +307,7 @@ def _call(
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):
             return _call(_autocast(tensors, device), *settings)
-    if not torch.compiler.is_compiling() and isinstance(window, tuple) and _unwatched(tensors):
+    if isinstance(window, tuple) and unwatched(tensors):
         return _run(tensors, *settings)  # type: ignore[return-value]
     _problem(tensors, max_q, max_k, causal, softmax_scale, window, softcap)  # the same errors as eager
     scale = tensors.q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -341,19 +323,6 @@ def _tracked(tensors: Tensors) -> bool:
 def _fusable(device: str, impl: str) -> bool:
     """Whether the fused backward may serve a call. Only then is its forward asked for a log-sum-exp, and kept."""
     return impl == "triton" or (device == "cuda" and impl != "torch")
-
-
-def _unwatched(tensors: Tensors) -> bool:
-    """Whether these are plain tensors that neither autograd nor a dispatch mode nor a transform follows."""
-    grad = torch.is_grad_enabled()
-    for x in tensors:
-        if x is None:
-            continue
-        if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
-            return False
-        if x.is_meta or (grad and x.requires_grad):
-            return False
-    return not is_in_torch_dispatch_mode() and torch._C._functorch.maybe_current_level() is None
 
 
 def _autocast(tensors: Tensors, device: str) -> Tensors:

@@ -47,10 +47,11 @@ def dequantised(tensors: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as they are; FP8 (B, S, H, D) as fp32, multiplied by its scales."""
     if tensors.q.dtype != torch.float8_e4m3fn:
         return tensors[:3]
-    return tuple(  # type: ignore[return-value]
+    q, k, v = (
         x.float() if scale is None else x.float() * _of_each_row(scale, x.shape[1])
         for x, scale in zip(tensors[:3], tensors[9:12], strict=True)
     )
+    return q, k, v
 
 
 def _of_each_row(scale: Tensor, rows: int) -> Tensor:

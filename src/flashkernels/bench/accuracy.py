@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -51,5 +51,5 @@ Draw = Callable[[tuple[int, ...], torch.Generator, str], torch.Tensor]
 DISTRIBUTIONS: dict[str, Draw] = {"uniform": _uniform, "normal": _normal, "outliers": _with_outliers}
 
 
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **named: object) -> torch.Tensor:
-    return cast(torch.Tensor, fk.attention(q, k, v, **named))  # type: ignore[arg-type]
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **named: Any) -> torch.Tensor:
+    return cast(torch.Tensor, fk.attention(q, k, v, **named))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashkernels.dispatch import Impl, select
+from flashkernels.dispatch import Impl, leaves_the_cpu, select
 from flashkernels.fused.rows import (
     Plans,
     RowProblem,
@@ -16,12 +16,11 @@ from flashkernels.fused.rows import (
     check_choice,
     check_rows,
     gpu_of,
-    leaves_the_cpu,
     needs_triton,
     row_problem,
-    unwatched,
 )
 from flashkernels.hardware import Gpu
+from flashkernels.jit.eager import unwatched
 
 APPROXIMATE = {"none": "gelu", "tanh": "gelu_tanh"}
 FAR = 12.0  # beyond it the slope of both GELUs is 0 or 1 in fp32; their formulas overflow far out
@@ -92,7 +91,7 @@ def gelu(x: Tensor, *, approximate: str = "none", impl: str = "auto") -> Tensor:
 
 
 def _call(name: str, x: Tensor, call: Activation) -> Tensor:
-    if unwatched(x):
+    if unwatched((x,)):
         return _forward((x,), call)
     _check(name, x, call.packed)  # the same errors as eager
     return activation_op(x, *call)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashkernels.dispatch import Impl, UnsupportedError, select
+from flashkernels.dispatch import Impl, UnsupportedError, leaves_the_cpu, select
 from flashkernels.fused.rows import (
     Plans,
     RowProblem,
@@ -18,13 +18,12 @@ from flashkernels.fused.rows import (
     check_number,
     check_rows,
     gpu_of,
-    leaves_the_cpu,
     needs_triton,
     nothing,
     row_problem,
-    unwatched,
 )
 from flashkernels.hardware import Gpu
+from flashkernels.jit.eager import unwatched
 
 NUMERICS = ("fp32", "hf")
 QUANTISE = {"fp8": (torch.float8_e4m3fn, 448), "int8": (torch.int8, 127)}  # dtype, largest number
@@ -113,7 +112,7 @@ def _call(
     check_choice("quantise", quantise, (None, *QUANTISE))
     small = quantise or ""
     tensors = (x, weight, bias, residual)
-    if unwatched(*tensors):
+    if unwatched(tensors):
         found = _forward(tensors, Norm(centred, eps, numerics == "hf", small, False, impl))
     else:
         _check(x, weight, bias, residual, eps)  # the same errors as eager

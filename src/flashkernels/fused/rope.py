@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashkernels.dispatch import Impl, UnsupportedError, select
+from flashkernels.dispatch import Impl, UnsupportedError, leaves_the_cpu, select
 from flashkernels.fused.rows import (
     DTYPES,
     Plans,
@@ -18,11 +18,10 @@ from flashkernels.fused.rows import (
     check_number,
     check_rows,
     gpu_of,
-    leaves_the_cpu,
     needs_triton,
-    unwatched,
 )
 from flashkernels.hardware import Gpu
+from flashkernels.jit.eager import unwatched
 
 SCALING = (None, "linear", "ntk", "yarn", "llama3")
 
@@ -72,7 +71,7 @@ def rope(
     (torch.Size([2, 5, 8, 64]), True)
     """
     tensors = (q, k, cos, sin, position_ids)
-    if unwatched(*tensors):
+    if unwatched(tensors):
         return _run(tensors, Rope(rotary_dim, interleaved, False, inplace, impl))
     _check(q, k, cos, sin, position_ids, rotary_dim, inplace)  # the same errors as eager
     turned = _rotary_dim(q, cos, rotary_dim)

@@ -7,7 +7,6 @@ The result has the dtype of the input, also under autocast: inside, everything i
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from flashkernels.dispatch import lacks_triton
 from flashkernels.hardware import Gpu, detect
-from flashkernels.jit.mode import interpreting
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 MOST_PLANS = 4096
@@ -53,34 +51,15 @@ def gpu_of(x: Tensor) -> Gpu | None:
     return detect(x.device) if x.is_cuda else None
 
 
-# --- the words with which Triton declines; the same for every op
-
-
 def needs_triton(problem: RowProblem, gpu: Gpu | None) -> str | None:
-    """Why the Triton kernels cannot serve, or None."""
-    if problem.device == "cpu":
-        if not interpreting():
-            return "needs a GPU (or TRITON_INTERPRET=1 set before the import)"
-        if problem.dtype == "bf16":
-            return "Triton's interpreter computes bf16 wrongly"
-        if problem.quantise == "fp8":
-            return "Triton's interpreter rounds FP8 wrongly"
-    elif problem.device != "cuda" or gpu is None:
-        return f"needs an NVIDIA GPU, the tensors are on {problem.device}"
-    elif gpu.capability < (8, 0):
-        return f"needs compute capability 8.0, {gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}"
-    elif problem.quantise == "fp8" and not gpu.has_fp8:
+    """Why the Triton kernels of row-wise ops cannot serve, or None."""
+    if reason := lacks_triton(problem.device, problem.dtype, gpu):
+        return reason
+    if problem.quantise == "fp8" and gpu is None:
+        return "Triton's interpreter rounds FP8 wrongly"
+    if problem.quantise == "fp8" and gpu is not None and not gpu.has_fp8:
         return f"FP8 needs compute capability 8.9, {gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if problem.dtype == "fp64":
-        return "has no fp64 kernel"
     return None
-
-
-def leaves_the_cpu(problem: RowProblem, gpu: Gpu | None) -> str | None:
-    """The interpreter is for tests: it serves CPU tensors only when asked for by name."""
-    return "Triton's interpreter is slow: name impl='triton' to use it" if problem.device == "cpu" else None
 
 
 # --- checks
@@ -118,21 +97,6 @@ def check_number(name: str, value: Any) -> None:
         raise TypeError(f"{name}={value!r} must be a number, got {type(value).__name__}")
     if isinstance(value, (int, float)) and not -math.inf < value < math.inf:
         raise ValueError(f"{name}={value} must be finite")
-
-
-def unwatched(*tensors: Tensor | None) -> bool:
-    """Whether these are plain tensors that neither compile, autograd, a dispatch mode nor a transform follows."""
-    if torch.compiler.is_compiling():
-        return False
-    grad = torch.is_grad_enabled()
-    for x in tensors:
-        if x is None:
-            continue
-        if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
-            return False
-        if x.is_meta or (grad and x.requires_grad):
-            return False
-    return not is_in_torch_dispatch_mode() and torch._C._functorch.maybe_current_level() is None
 
 
 # --- prepared launches: what shapes and settings decide is decided once per signature

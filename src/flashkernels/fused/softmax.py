@@ -7,19 +7,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashkernels.dispatch import Impl, select
+from flashkernels.dispatch import Impl, leaves_the_cpu, select
 from flashkernels.fused.rows import (
     Plans,
     RowProblem,
     Run,
     check_rows,
     gpu_of,
-    leaves_the_cpu,
     needs_triton,
     row_problem,
-    unwatched,
 )
 from flashkernels.hardware import Gpu
+from flashkernels.jit.eager import unwatched
 
 # Best first. "auto" takes the first row that does not reject the problem. `torch` is in this file.
 IMPLS = (
@@ -65,7 +64,7 @@ def log_softmax(x: Tensor, *, impl: str = "auto") -> Tensor:
 
 
 def _call(x: Tensor, call: Softmax) -> Tensor:
-    if unwatched(x):
+    if unwatched((x,)):
         return _forward((x,), call)
     check_rows("x", x)  # the same errors as eager
     return softmax_op(x, *call)

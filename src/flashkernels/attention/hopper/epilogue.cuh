@@ -57,7 +57,7 @@ struct Epilogue {
   }
 
   // Whether this warp has to make its rows again, without the keys that a mask hides (see careful.cuh).
-  DEVICE bool poisoned(const float (&o)[DV / 2], const float (&factor)[2]) const {
+  DEVICE bool poisoned(const float (&o)[DV / 2]) const {
     bool nan = false;
 #pragma unroll
     for (int i = 0; i < DV / 2; i++) nan |= o[i] != o[i];
@@ -96,15 +96,7 @@ struct Epilogue {
       before = atomicAdd(done, 1);
       if (before == p.splits - 1) *done = 0;  // for the next launch
     }
-    return named_barrier_any(before == p.splits - 1);
-  }
-
-  DEVICE bool named_barrier_any(bool mine) const {
-    int any;
-    asm volatile(
-        "{.reg .pred p, q; setp.ne.s32 p, %1, 0; bar.red.or.pred q, %2, 128, p; selp.s32 %0, 1, 0, q;}"
-        : "=r"(any) : "r"((int)mine), "r"(4 + group) : "memory");
-    return any;
+    return named_barrier::any(4 + group, 128, before == p.splits - 1);
   }
 
   DEVICE void combine(const Work& w, Softmax& softmax, float (&o)[DV / 2]) const {

@@ -402,13 +402,13 @@ struct Consumer {
           if (epilogue.leave(done, last, o)) {
             epilogue.combine(done, softmax, o);
             epilogue.normalise(done, softmax, factor);
-            const bool again = epilogue.poisoned(o, factor);
+            const bool again = epilogue.poisoned(o);
             epilogue.round(o, factor);
             epilogue.store(done);
             if (again) careful_rows(p, done, group, warp, lane);
           }
         } else {
-          const bool again = epilogue.poisoned(o, factor);
+          const bool again = epilogue.poisoned(o);
           epilogue.round(o, factor);
           epilogue.store(done);
           epilogue.note(again, noted, done);
@@ -425,7 +425,7 @@ struct Consumer {
       wgmma::wait<1>();
       keep(even);
       keep(o);
-      const bool again = epilogue.poisoned(o, factor);
+      const bool again = epilogue.poisoned(o);
       epilogue.round(o, factor);
       release_v();
       epilogue.store(done);

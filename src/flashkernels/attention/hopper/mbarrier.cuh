@@ -75,6 +75,14 @@ template <int N> struct Ring {
 namespace named_barrier {
 DEVICE void sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEVICE void arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+// Waits like sync, and says whether it is `mine` for any of the threads.
+DEVICE bool any(int id, int threads, bool mine) {
+  int found;
+  asm volatile(
+      "{.reg .pred p, q; setp.ne.s32 p, %1, 0; bar.red.or.pred q, %2, %3, p; selp.s32 %0, 1, 0, q;}"
+      : "=r"(found) : "r"((int)mine), "r"(id), "r"(threads) : "memory");
+  return found;
+}
 }  // namespace named_barrier
 
 DEVICE void cluster_sync() {

@@ -21,7 +21,7 @@ struct Params {
   Strides q_strides, k_strides, v_strides, out_strides;
   i64 lse_batch, lse_head, slope_batch;
   int q_blocks, k_blocks;  // FP8: scales of a head, one for each 128 rows; 0: one for all
-  int values_row, unused;  // keys of a row of `values`
+  int values_row;  // keys of a row of `values`
   float scale, softcap;  // in units of log2: scale * log2(e); softcap likewise, with scale / softcap in `scale`
   int batch, heads, group;  // heads: of q, in packs of PACK; group: packs that share a key head
   int seq_q, seq_k;

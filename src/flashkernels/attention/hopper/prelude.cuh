@@ -13,9 +13,6 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 #define INF __int_as_float(0x7f800000)
 
-// The first query tile of a warpgroup, the masked steps, ... : a compile-time choice passed as a value.
-template <bool B> struct Flag { static constexpr bool value = B; };
-
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __host__ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 __host__ __device__ constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }

@@ -10,7 +10,7 @@ from flashkernels.attention.problem import AttentionProblem
 from flashkernels.tiling import TilingError
 
 SHARED_LIMIT = 232448  # bytes a block may have on sm_90
-MOST_SPLITS = 32
+MOST_SPLITS = 32  # the last part reads what all the others left
 KEYS_OF_A_PART = 1024  # at least: combining costs about as much as walking so many (2 to 3 µs: H200, 2026-11-15)
 SPLIT_TILES = 500  # counters that a launch has for split tiles
 
@@ -39,6 +39,7 @@ def choose(problem: AttentionProblem, multiprocessors: int, forced: object = Non
         tile = replace(tile, q_in_registers=True)
     elif forced not in (None, "exact"):
         raise TilingError(f"use_tile asks for {getattr(forced, 'name', forced)}, which the Hopper kernel does not have")
+    # Beyond four rounds of tiles the last, unfilled one no longer matters (the scaling grid: H200, 2026-11-15).
     if not isinstance(forced, HopperTile) and query_tiles(problem, tile, 1) < 4 * multiprocessors:
         tile = fitted(replace(tile, cluster=1), problem, multiprocessors)
     pack = packs(problem, tile)

@@ -30,6 +30,7 @@ from flashkernels.attention.triton.forward import (
     scores,
     split_block,
     store_parts,
+    visible_keys,
 )
 from flashkernels.hardware import GPUS, Gpu
 from flashkernels.jit.launch import Launcher, compile_options
@@ -397,22 +398,7 @@ def dq_kernel(
     level = load_rows(level_ptr, offs_m, seq_q, True)
     delta = load_rows(delta_ptr, offs_m, seq_q, True)
 
-    # Key blocks: [start, full) and [edge, end) hide something from some row, [full, edge) nothing from any.
-    start = tl.zeros((), tl.int32)
-    full = tl.zeros((), tl.int32)
-    end = seq_k
-    edge = seq_k // BLOCK_N * BLOCK_N
-    if RIGHT:
-        end = tl.minimum(seq_k, tl.maximum(0, tl.minimum(row0 + BLOCK_M, seq_q) + (shift + right)))
-        edge = tl.minimum(edge, tl.maximum(0, row0 + shift + right + 1) // BLOCK_N * BLOCK_N)
-    if LEFT:
-        start = tl.maximum(0, row0 + shift - left) // BLOCK_N * BLOCK_N
-        full = (tl.maximum(0, row0 + BLOCK_M - 1 + shift - left) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-    if MASK != "none":
-        edge = start
-    end = tl.maximum(end, start)
-    edge = tl.maximum(edge, start)
-    full = tl.minimum(tl.maximum(full, start), edge)
+    start, full, edge, end = visible_keys(row0, seq_q, seq_k, shift, left, right, BLOCK_M, BLOCK_N, LEFT, RIGHT, MASK)
     edge_blocks = (end - edge + BLOCK_N - 1) // BLOCK_N
     masked_blocks = edge_blocks + (full - start) // BLOCK_N
 

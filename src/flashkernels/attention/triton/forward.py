@@ -198,6 +198,30 @@ def store_careful(
 
 
 @triton.jit
+def visible_keys(
+    row0, seq_q, seq_k, shift, left, right,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Of BLOCK_M rows from `row0` on: [start, full) and [edge, end) hide keys from some row, [full, edge) from none."""
+    start = tl.zeros((), tl.int32)
+    full = tl.zeros((), tl.int32)
+    end = seq_k
+    edge = seq_k // BLOCK_N * BLOCK_N
+    if RIGHT:
+        end = tl.minimum(seq_k, tl.maximum(0, tl.minimum(row0 + BLOCK_M, seq_q) + (shift + right)))
+        edge = tl.minimum(edge, tl.maximum(0, row0 + shift + right + 1) // BLOCK_N * BLOCK_N)
+    if LEFT:
+        start = tl.maximum(0, row0 + shift - left) // BLOCK_N * BLOCK_N
+        full = (tl.maximum(0, row0 + BLOCK_M - 1 + shift - left) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    if MASK != "none":
+        edge = start
+    end = tl.maximum(end, start)
+    edge = tl.maximum(edge, start)
+    full = tl.minimum(tl.maximum(full, start), edge)
+    return start, full, edge, end
+
+
+@triton.jit
 def split_block(i, edge, edge_blocks, start, BLOCK_N: tl.constexpr):
     """Block i of the masked blocks: those from `edge` on come first, then those from `start` on."""
     return tl.where(i < edge_blocks, edge + i * BLOCK_N, start + (i - edge_blocks) * BLOCK_N)
@@ -268,22 +292,7 @@ def forward_kernel(
     offs_m = row0 + tl.arange(0, BLOCK_M)
     q = load_parts(q_ptr, None, 0, 0, 0, seq_q - row0, stride_qs, stride_qd, DIM, PARTS, BLOCK_M, False)
 
-    # Key blocks: [start, full) and [edge, end) hide something from some row, [full, edge) nothing from any.
-    start = tl.zeros((), tl.int32)
-    full = tl.zeros((), tl.int32)
-    end = seq_k
-    edge = seq_k // BLOCK_N * BLOCK_N
-    if RIGHT:
-        end = tl.minimum(seq_k, tl.maximum(0, tl.minimum(row0 + BLOCK_M, seq_q) + (shift + right)))
-        edge = tl.minimum(edge, tl.maximum(0, row0 + shift + right + 1) // BLOCK_N * BLOCK_N)
-    if LEFT:
-        start = tl.maximum(0, row0 + shift - left) // BLOCK_N * BLOCK_N
-        full = (tl.maximum(0, row0 + BLOCK_M - 1 + shift - left) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-    if MASK != "none":
-        edge = start
-    end = tl.maximum(end, start)
-    edge = tl.maximum(edge, start)
-    full = tl.minimum(tl.maximum(full, start), edge)
+    start, full, edge, end = visible_keys(row0, seq_q, seq_k, shift, left, right, BLOCK_M, BLOCK_N, LEFT, RIGHT, MASK)
     edge_blocks = (end - edge + BLOCK_N - 1) // BLOCK_N
     masked_blocks = edge_blocks + (full - start) // BLOCK_N
 

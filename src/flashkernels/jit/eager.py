@@ -1,0 +1,24 @@
+"""Whether a call may skip torch's dispatcher and go straight to its kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+
+def unwatched(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether these are plain tensors that neither compile, autograd, a dispatch mode nor a transform follows."""
+    if torch.compiler.is_compiling():
+        return False
+    grad = torch.is_grad_enabled()
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+            return False
+        if x.is_meta or (grad and x.requires_grad):
+            return False
+    return not is_in_torch_dispatch_mode() and torch._C._functorch.maybe_current_level() is None
