@@ -11,6 +11,7 @@ from torch import Tensor
 from flashkernels.attention.validation import SCALED_ROWS
 
 E4M3_MOST = 448.0
+TO_MOST = 1 / E4M3_MOST  # to multiply by: CUDA and the CPU divide by a number differently
 
 
 class Quantised(NamedTuple):
@@ -68,9 +69,9 @@ def _rounded(x: Tensor, per_block: bool) -> tuple[Tensor, Tensor]:
     if per_block:
         blocks = -(-x.shape[1] // SCALED_ROWS)
         padded = torch.nn.functional.pad(largest, (0, blocks * SCALED_ROWS - x.shape[1]))
-        scale = padded.unflatten(-1, (blocks, SCALED_ROWS)).amax(-1) / E4M3_MOST
+        scale = padded.unflatten(-1, (blocks, SCALED_ROWS)).amax(-1) * TO_MOST
     else:
-        scale = torch.nn.functional.pad(largest, (0, 1)).amax(-1) / E4M3_MOST  # of no rows too
+        scale = torch.nn.functional.pad(largest, (0, 1)).amax(-1) * TO_MOST  # of no rows too
     scale = torch.where(scale > 0, scale, 1.0)
     rows = scale.repeat_interleave(SCALED_ROWS, -1)[..., : x.shape[1]] if per_block else scale[..., None]
     return (wide / rows.transpose(1, 2)[..., None]).to(torch.float8_e4m3fn), scale.contiguous()

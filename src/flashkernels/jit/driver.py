@@ -98,6 +98,7 @@ def tensor_map(
 
     Sizes, strides and box have the innermost dimension first. Its stride is one element and not among the strides, so
     there is one fewer of them than dimensions. What lies outside the tensor is read as zero and not written.
+    A box starts at a multiple of 16 bytes along the innermost dimension: elsewhere the load is an illegal instruction.
     """
     rank = len(sizes)
     given = f"pointer={pointer:#x}, {dtype=}, {sizes=}, {strides_bytes=}, {box=}, {swizzle_bytes=}"
