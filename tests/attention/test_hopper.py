@@ -136,7 +136,7 @@ def test_q_k_and_v_of_one_projection() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "words"),
-    [(Shape(d=12), "head_dim=12"), (Shape(d=264), "head_dim=264"), (Shape(d=16, dv=8), "head_dim of v=8")],
+    [(Shape(d=12), "head_dim=12"), (Shape(d=520), "head_dim=520"), (Shape(d=16, dv=8), "head_dim of v=8")],
     ids=str,
 )
 def test_what_it_cannot_serve_is_refused_with_the_reason(shape: Shape, words: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 import flashkernels as fk
 from flashkernels.attention.api import IMPLS, needs_hopper
-from flashkernels.attention.hopper import source
+from flashkernels.attention.hopper import source, tiles
 from flashkernels.attention.hopper.source import HopperTile, Variant
 from flashkernels.attention.hopper.variants import VARIANTS, label
 from flashkernels.attention.problem import AttentionProblem
@@ -31,12 +31,14 @@ REASONS: dict[str, tuple[dict[str, Any], str, str]] = {
     "b200": ({}, "b200", "needs compute capability 9.0, NVIDIA B200 has 10.0"),
     "fp32": ({"dtype": "fp32"}, "h200", "has no fp32 kernel"),
     "d-12": ({"head_dim": 12, "head_dim_v": 72}, "h200", "head_dim=12 is not a multiple of 8"),
-    "d-8": ({"head_dim": 8}, "h200", "head_dim=8 is not in 16 to 256"),
-    "d-264": ({"head_dim": 264}, "h200", "head_dim=264 is not in 16 to 256"),
+    "d-8": ({"head_dim": 8}, "h200", "head_dim=8 is not in 16 to 512"),
+    "d-520": ({"head_dim": 520}, "h200", "head_dim=520 is not in 16 to 512"),
+    "fp8-d-272": ({"dtype": "fp8", "head_dim": 272}, "h200", "head_dim=272 is not in 16 to 256"),
     "dv-20": ({"head_dim_v": 20}, "h200", "head_dim of v=20 is not a multiple of 8"),
     "fp8-d72": ({"dtype": "fp8"}, "h200", "head_dim=72 is not a multiple of 16: TMA cannot address its rows"),
     "fp8-dv-24": ({"dtype": "fp8", "head_dim": 64, "head_dim_v": 24}, "h200", "head_dim of v=24 is not a multiple"),
-    "dv-512": ({"head_dim_v": 512}, "h200", "head_dim of v=512 is not in 16 to 256"),
+    "dv-576": ({"head_dim_v": 576}, "h200", "head_dim of v=576 is not in 16 to 512"),
+    "page-d-512": ({"head_dim": 512, "page_size": 64, **RAGGED}, "h200", "head_dim=512 is over 256, with pages"),
     "mask": ({"mask": "bool"}, "h200", "takes no mask tensor"),
     "page": ({"page_size": 16, **RAGGED}, "h200", "page_size=16 is not a multiple of 64"),
     "tma": ({"unaddressable": "k: its strides"}, "h200", "TMA cannot read k: its strides"),
@@ -61,6 +63,7 @@ def test_it_declines_with_the_reason(name: str) -> None:
     "changes",
     [
         {}, {"dtype": "fp16"}, {"dtype": "fp8", "head_dim": 80, "head_dim_v": 80}, {"head_dim_v": 256},
+        {"head_dim": 512, "head_dim_v": 512}, {"head_dim_v": 512}, RAGGED | {"head_dim": 264},
         {"positive_scale": False}, RAGGED, RAGGED | {"page_size": 128},
         {"window": (5, 3), "softcap": True, "alibi": True, "sinks": True},
     ],
@@ -127,6 +130,25 @@ def test_unaddressable(x: torch.Tensor, words: str) -> None:
 
 def chunks(dim: int, dim_v: int = 0, *, fp8: bool = False, **knobs: bool) -> tuple[int, ...]:
     return Variant(dim, dim_v or dim, HopperTile(2, 64, **knobs), fp8=fp8).chunks
+
+
+@pytest.mark.parametrize(
+    ("seq", "dtype", "rows"),
+    [(1024, "bf16", 128), (512, "fp16", 128), (1536, "bf16", 192), (4096, "bf16", 192), (1024, "fp8", 192)],
+)
+def test_a_sequence_is_filled_by_its_tiles(seq: int, dtype: str, rows: int) -> None:
+    """Many short sequences: 192 rows at a time would leave 128 of 1152 empty."""
+    problem = replace(PROBLEM, batch=64, seq_q=seq, seq_k=seq, head_dim=64, head_dim_v=64, dtype=dtype)
+    tile = tiles.choose(problem, 132).variant.tile
+    assert 64 * tile.groups == rows
+
+
+def test_a_few_long_sequences_keep_the_measured_tile() -> None:
+    for causal in (False, True):
+        problem = replace(PROBLEM, batch=16, causal=causal)
+        assert replace(tiles.choose(problem, 132).variant.tile, cluster=1) == replace(
+            tiles.by_dimension(72, 72, causal), cluster=1
+        )
 
 
 def test_chunks_are_as_wide_as_fits_exactly() -> None:

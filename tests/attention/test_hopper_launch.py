@@ -57,7 +57,7 @@ def planned(driver: Driver, tensors: Tensors, lengths: tuple[int, int] = (0, 0),
     """The parameters of the forward launch, and what the call returned."""
     settings: dict[str, Any] = {"causal": False, "softmax_scale": None, "window": (-1, -1), "softcap": 0.0} | features
     named = tensors._asdict()
-    q, k, v = (named.pop(name) for name in "qkv")
+    q, k, v, _ = (named.pop(name) for name in ("q", "k", "v", "dropout_seed"))
     settings |= {"max_seqlen_q": lengths[0], "max_seqlen_k": lengths[1], "need_lse": True}
     problem = described(q, k, v, **named, **settings)
     run = forward.plan(problem, H200, tensors)

@@ -47,7 +47,7 @@ class Report:
 
 def build(variant: Variant) -> Report:
     """Compiles one variant with NVRTC, or finds it in the disk cache. Needs no GPU."""
-    made = nvrtc.compiled("forward.cu", source.main_file(), source.headers(variant))
+    made = nvrtc.compiled(*source.program(variant))
     used = resources(made.cubin, variant.shared, entry="forward")
     return Report(variant, used, *spilled(made.log, "forward"), warnings(made.log))
 

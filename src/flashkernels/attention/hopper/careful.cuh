@@ -32,8 +32,8 @@ DEVICE i64 row_of(const Params& p, const Work& w, const Strides& strides, int ke
   return batch * strides.batch + row * strides.seq + kv_head * strides.head;
 }
 
-// One output row, by a whole warp.
-DEVICE void careful_row(const Params& p, const Work& w, int query, int head, int lane) {
+// One output row, O_COLUMNS of it from `column` on, by a whole warp.
+DEVICE void careful_row(const Params& p, const Work& w, int query, int head, int lane, int column) {
   const int diagonal = query + w.seq_k - w.seq_q;
   const int begin = LEFT ? max(0, diagonal - p.left) : 0;
   const int end = RIGHT ? min(w.seq_k, diagonal + p.right + 1) : w.seq_k;
@@ -54,16 +54,17 @@ DEVICE void careful_row(const Params& p, const Work& w, int query, int head, int
   if (most == -INF) most = 0.f;
 
   float total = SINKS && lane == 0 ? exp2_approx(p.sinks[head] * LOG2E - most) : 0.f;
-  float o[ceil_div(DV, 32)] = {};
+  const int columns = O_COLUMNS == DV ? DV : min(O_COLUMNS, DV - column);
+  float o[ceil_div(O_COLUMNS, 32)] = {};
   for (int first = begin; first < end; first += 32) {
     const float mine = first + lane < end ? exp2_approx(logit(first + lane) - most) : 0.f;
     total += mine;
     for (int i = 0; i < min(32, end - first); i++) {
       const float weight = __shfl_sync(~0u, mine, i);
-      const i64 v = row_of(p, w, p.v_strides, first + i);
+      const i64 v = row_of(p, w, p.v_strides, first + i) + column;
 #pragma unroll
-      for (int c = 0; c < ceil_div(DV, 32); c++) {
-        if (c * 32 + lane >= DV) continue;
+      for (int c = 0; c < ceil_div(O_COLUMNS, 32); c++) {
+        if (c * 32 + lane >= columns) continue;
         const float x = element(p.v_data, v + c * 32 + lane);
         o[c] += x - x == 0.f ? weight * x : x;  // a visible Inf or NaN stays one, however small its weight
       }
@@ -72,30 +73,31 @@ DEVICE void careful_row(const Params& p, const Work& w, int query, int head, int
 #pragma unroll
   for (int step = 16; step; step /= 2) total += __shfl_xor_sync(~0u, total, step);
   const float inverse = total == 0.f ? 0.f : value_scale(p, w) * reciprocal(total);
-  u16* out = p.out + output_at(p, w, query, head);
+  u16* out = p.out + output_at(p, w, query, head) + column;
 #pragma unroll
-  for (int c = 0; c < ceil_div(DV, 32); c++)
-    if (c * 32 + lane < DV) out[c * 32 + lane] = (u16)pack(o[c] * inverse, 0.f);
+  for (int c = 0; c < ceil_div(O_COLUMNS, 32); c++)
+    if (c * 32 + lane < columns) out[c * 32 + lane] = (u16)pack(o[c] * inverse, 0.f);
 }
 
-DEVICE void careful_rows(const Params& p, const Work& w, int group, int warp, int lane) {
+DEVICE void careful_rows(const Params& p, const Work& w, int group, int warp, int lane, int column = 0) {
   for (int row = warp * 16; row < warp * 16 + 16; row++) {
     const Place place = place_of(w, group, row);
-    if (place.exists) careful_row(p, w, place.query, place.head, lane);
+    if (place.exists) careful_row(p, w, place.query, place.head, lane, column);
   }
 }
 
-DEVICE void make_noted_again(const Params& p, u32 list, int group, int warp, int lane) {
+DEVICE void make_noted_again(const Params& p, u32 list, int group, int warp, int lane, u32 rank = 0, int column = 0) {
   while (true) {
     int tile;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(tile) : "r"(list) : "memory");
     if (tile < 0) return;
-    const Work w = decode(p, tile, lane);
+    Work w = decode(p, tile, lane);
+    w.block = w.block * CLUSTER + rank;
     const Place place = place_of(w, group, warp * 16);
-    const int link = *(const volatile int*)(p.out + output_at(p, w, place.query, place.head));
+    const int link = *(const volatile int*)(p.out + output_at(p, w, place.query, place.head) + column);
     __syncwarp();
     if (lane == 0) asm volatile("st.shared.b32 [%0], %1;" ::"r"(list), "r"(link) : "memory");
     __syncwarp();
-    careful_rows(p, w, group, warp, lane);
+    careful_rows(p, w, group, warp, lane, column);
   }
 }

@@ -6,7 +6,8 @@
 struct Epilogue {
   const Params& p;
   int group, warp, lane;
-  u32 words[DV / 4];  // the output of both rows, 16 bits an element
+  int column = 0;            // the first of this warpgroup's O_COLUMNS
+  u32 words[O_COLUMNS / 4];  // the output of both rows, 16 bits an element
 
   // The factor that normalises each row. Also writes the log-sum-exp. No branches: a wgmma is in flight.
   DEVICE void normalise(const Work& w, const Softmax& softmax, float (&factor)[2]) const {
@@ -24,17 +25,20 @@ struct Epilogue {
       }
       factor[r] = total == 0.f ? 0.f : rescale * value_scale(p, w) * reciprocal(total);
       const float lse = total == 0.f ? -INF : (reference + log2_approx(total)) * LN2;
-      if (p.lse != nullptr && (lane & 3) == 0 && place.exists)
+      if (p.lse != nullptr && (lane & 3) == 0 && place.exists && column == 0)
         p.lse[w.batch * p.lse_batch + place.head * p.lse_head + w.q_row + place.query] = lse;
     }
   }
 
   // Reads the accumulators; right after the wait for them.
-  DEVICE void round(const float (&o)[DV / 2], const float (&factor)[2]) {
+  DEVICE void round(const float (&o)[O_COLUMNS / 2], const float (&factor)[2]) {
 #pragma unroll
-    for (int i = 0; i < DV / 4; i++) words[i] = pack(o[2 * i] * factor[i & 1], o[2 * i + 1] * factor[i & 1]);
+    for (int i = 0; i < O_COLUMNS / 4; i++) words[i] = pack(o[2 * i] * factor[i & 1], o[2 * i + 1] * factor[i & 1]);
     keep(words);
   }
+
+  // Whether the head has these 8 columns: of two equal shares, the second may have 8 too many.
+  DEVICE bool is_there(int at) const { return O_COLUMNS == DV || column + at < DV; }
 
   // Pairs of lanes exchange halves so that each stores 8 bytes, and four lanes 32 contiguous ones.
   DEVICE void store(const Work& w) const {
@@ -42,32 +46,34 @@ struct Epilogue {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const Place place = place_of(w, group, warp * 16 + lane / 4 + 8 * r);
-      u16* row = p.out + output_at(p, w, place.query, place.head);
+      u16* row = p.out + output_at(p, w, place.query, place.head) + column;
 #pragma unroll
-      for (int j = 0; j + 1 < DV / 8; j += 2) {
+      for (int j = 0; j + 1 < O_COLUMNS / 8; j += 2) {
         const u32 x = words[2 * j + r], y = words[2 * j + 2 + r];
         const u32 given = __shfl_xor_sync(~0u, odd ? x : y, 1);
         uint2 both;
         both.x = odd ? given : x;
         both.y = odd ? y : given;
-        if (place.exists) *(uint2*)(row + (j + odd) * 8 + (quarter >> 1) * 4) = both;
+        if (place.exists && is_there((j + odd) * 8)) *(uint2*)(row + (j + odd) * 8 + (quarter >> 1) * 4) = both;
       }
-      if ((DV / 8) % 2 && place.exists) *(u32*)(row + DV - 8 + quarter * 2) = words[DV / 4 - 2 + r];
+      if ((O_COLUMNS / 8) % 2 && place.exists && is_there(O_COLUMNS - 8))
+        *(u32*)(row + O_COLUMNS - 8 + quarter * 2) = words[O_COLUMNS / 4 - 2 + r];
     }
   }
 
   // Whether this warp has to make its rows again, without the keys that a mask hides (see careful.cuh).
-  DEVICE bool poisoned(const float (&o)[DV / 2]) const {
+  DEVICE bool poisoned(const float (&o)[O_COLUMNS / 2]) const {
     bool nan = false;
 #pragma unroll
-    for (int i = 0; i < DV / 2; i++) nan |= o[i] != o[i];
+    for (int i = 0; i < O_COLUMNS / 2; i++) nan |= o[i] != o[i];
     return (BAND || RAGGED) && __any_sync(~0u, nan);
   }
 
   DEVICE void note(bool poisoned, u32 list, const Work& w) const {
     if (!(BAND || RAGGED) || SPLIT) return;
     const Place place = place_of(w, group, warp * 16);
-    note_poisoned(poisoned && lane == 0 && place.exists, list, p.out + output_at(p, w, place.query, place.head), w.id);
+    u16* first_row = p.out + output_at(p, w, place.query, place.head) + column;
+    note_poisoned(poisoned && lane == 0 && place.exists, list, first_row, w.id);
   }
 
   // --- split tiles: every part leaves its accumulators; whoever comes last adds them up, in a fixed order

@@ -1,4 +1,4 @@
-"""The Hopper forward: compiles a variant of `forward.cu`, fills in its parameters and launches it."""
+"""The Hopper forward: compiles a variant of `forward.cu` or `wide.cu`, fills in its parameters and launches it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashkernels.attention.hopper import source, tiles
+from flashkernels.attention.hopper import source, tiles, wide_source
 from flashkernels.attention.hopper.source import Variant
 from flashkernels.attention.problem import AttentionProblem
 from flashkernels.attention.tensors import Run, Tensors, empty_output, lse_shape, strides_of
@@ -50,7 +50,7 @@ class Params(ctypes.Structure):
 @functools.cache
 def library(variant: Variant) -> driver.Library:
     """The variant's machine code, compiled once in a process and once on a machine."""
-    return driver.Library(nvrtc.compile("forward.cu", source.main_file(), source.headers(variant)))
+    return driver.Library(nvrtc.compile(*source.program(variant)))
 
 
 def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
@@ -60,7 +60,8 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
     device = tensors.q.device.index
     code = library(variant)
     forward = code.kernel("forward", variant.shared)
-    order, turn = code.kernel("order", 0), code.kernel("values", 0)
+    order = code.kernel("order", 0)
+    turn = code.kernel("values", 0) if variant.fp8 else None
     params = described(problem, choice, tensors)
     most = tiles.query_tiles(problem, tile, variant.pack) if problem.varlen else params.tiles
     grid = (most if variant.split else min(gpu.sms // tile.cluster, most)) * tile.cluster
@@ -75,6 +76,10 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
     write_common = functools.partial(COMMON.pack_into, buffer, offset + Params.out.offset)
     write_special = functools.partial(SPECIAL.pack_into, buffer, offset + Params.slopes.offset)
     write_scales = functools.partial(SCALES.pack_into, buffer, offset + Params.scale.offset)
+    output = empty_output(tensors.q.to("meta"), problem.head_dim_v, problem.layout)
+    allocate = functools.partial(Tensor.new_empty_strided, size=tuple(output.shape), stride=output.stride())
+    if variant.fp8:  # naming a type costs half a microsecond
+        allocate = functools.partial(allocate, dtype=output.dtype)
     lock = threading.Lock()
     mapped = (0, 0, 0)
     plain = not (problem.alibi or problem.sinks or problem.varlen or variant.split or variant.fp8)
@@ -87,7 +92,7 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
             with torch.cuda.device(device):
                 return run(tensors, softmax_scale, softcap)
         q, k, v = tensors[:3]
-        out = empty_output(q, problem.head_dim_v, problem.layout)
+        out = allocate(q)
         lse = q.new_empty(lse_shape(q), dtype=torch.float32) if problem.need_lse else None
         special = () if plain else special_tensors(tensors)
         turned = special[-1] if variant.fp8 else v
@@ -104,14 +109,14 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
             write_scales(softmax_scale / softcap if softcap else softmax_scale * LOG2E, softcap * LOG2E)
             if order_blocks:
                 order.launch(order_blocks, 128, stream, address)
-            if value_blocks:
+            if turn:
                 turn.launch(value_blocks, 128, stream, address)
             forward.launch(grid, variant.threads, stream, address)
         return out, lse
 
     def special_tensors(tensors: Tensors) -> tuple[Any, ...]:
         """What SPECIAL holds, in its order; made afresh for each call where it is not an argument."""
-        q, _, v, slopes, sinks, _, cu_q, cu_k, table, *scales = tensors
+        q, _, v, slopes, sinks, _, cu_q, cu_k, table, *scales = tensors[:12]
         ordered = q.new_empty(2 * problem.batch + 1, dtype=torch.int32) if problem.varlen else None
         partial = q.new_empty(parts, dtype=torch.float32) if parts else None
         turned = None
@@ -176,12 +181,14 @@ class Maps:
     def fill(self, block: Params, q: Tensor, k: Tensor, v: Tensor) -> None:
         variant = self.variant
         k_width, _, k_rest, v_width, _ = variant.chunks
-        rows = variant.tile.block_n // variant.tile.cluster
+        rows = v_rows = variant.tile.block_n // variant.tile.cluster
         if variant.paged:
-            rows = tiles.page_rows(variant.tile.block_n)
+            rows = v_rows = tiles.page_rows(variant.tile.block_n)
+        elif variant.wide:
+            rows, v_rows = wide_source.box_rows(variant)
         block.q = self.queries(q, k_width)
         block.k = self.keys(k, k_width, rows)
-        block.v = self.turned(v, v_width) if variant.fp8 else self.keys(v, v_width, rows)
+        block.v = self.turned(v, v_width) if variant.fp8 else self.keys(v, v_width, v_rows)
         if k_rest:
             block.q_rest = self.queries(q, k_rest)
             block.k_rest = self.keys(k, k_rest, rows)

@@ -53,24 +53,27 @@ struct Rows {
   }
 };
 
-DEVICE void hide(float (&s)[BLOCK_N / 2], const Rows& rows, int tile, int lane) {
+// N scores of a tile, from its key `first` on.
+template <int N> DEVICE void hide(float (&s)[N], const Rows& rows, int tile, int lane, int first = 0) {
   const int key = tile * BLOCK_N + 2 * (lane & 3);
 #pragma unroll
-  for (int i = 0; i < BLOCK_N / 2; i++) {
-    const int r = (i >> 1) & 1, at = (i >> 2) * 8 + (i & 1);
+  for (int i = 0; i < N; i++) {
+    const int r = (i >> 1) & 1, at = first + (i >> 2) * 8 + (i & 1);
     if (at >= rows.end[r] - key || (LEFT && at < rows.begin[r] - key)) s[i] = -INF;
   }
 }
 
 // Scores to logits in units of log2, where a feature asks for more than a positive scale (that one is folded into the
 // exponential).
-DEVICE void transform(const Params& p, float (&s)[BLOCK_N / 2], const Rows& rows, float of_keys, int tile, int lane) {
+template <int N>
+DEVICE void transform(const Params& p, float (&s)[N], const Rows& rows, float of_keys, int tile, int lane,
+                      int first = 0) {
   if (!TRANSFORMED) return;
   const int key = tile * BLOCK_N + 2 * (lane & 3);
   const float away[2] = {(float)(rows.diagonal[0] - key), (float)(rows.diagonal[1] - key)};
 #pragma unroll
-  for (int i = 0; i < BLOCK_N / 2; i++) {
-    const int r = (i >> 1) & 1, at = (i >> 2) * 8 + (i & 1);
+  for (int i = 0; i < N; i++) {
+    const int r = (i >> 1) & 1, at = first + (i >> 2) * 8 + (i & 1);
     const float scale = FP8 ? p.scale * rows.scale[r] * of_keys : p.scale;
     s[i] = SOFTCAP ? p.softcap * tanh_approx(s[i] * scale) : s[i] * scale;
     if (ALIBI) s[i] = fmaf(-rows.slope[r], fabsf(away[r] - at), s[i]);

@@ -3,7 +3,7 @@
 #include "mbarrier.cuh"
 #include "params.cuh"
 
-// One tile: BLOCK_Q queries of one (pack of) head(s). `id` < 0: there is none left.
+// One tile: BLOCK_Q queries of one (pack of) head(s) for each block of a cluster. `id` < 0: there is none left.
 struct Work {
   int block, head, batch, id;
   int q_row, seq_q, k_row, seq_k;  // of its sequence
@@ -40,7 +40,7 @@ DEVICE Work decode(const Params& p, int t, int lane) {
     w.seq_q = p.cu_q[w.batch + 1] - w.q_row;
     w.seq_k = p.cu_k[w.batch + 1] - p.cu_k[w.batch];
     const int r = t - p.order[rank];
-    w.block = ceil_div(w.seq_q, BLOCK_Q) - 1 - r / p.heads;
+    w.block = ceil_div(w.seq_q, BLOCK_Q * CLUSTER) - 1 - r / p.heads;
     w.head = r % p.heads;
     return w;
   }
@@ -134,7 +134,7 @@ struct Mailbox {
 extern "C" __global__ void order(const __grid_constant__ Params p) {
   const int mine = blockIdx.x * blockDim.x + threadIdx.x;
   if (!VARLEN || mine >= p.batch) return;
-  auto tiles = [&](int b) { return ceil_div(p.cu_q[b + 1] - p.cu_q[b], BLOCK_Q) * p.heads; };
+  auto tiles = [&](int b) { return ceil_div(p.cu_q[b + 1] - p.cu_q[b], BLOCK_Q * CLUSTER) * p.heads; };
   const int length = p.cu_k[mine + 1] - p.cu_k[mine];
   int rank = 0, start = 0;
   for (int b = 0; b < p.batch; b++) {

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from flashkernels.attention.hopper import wide_source
+
 HEADERS = (
-    "prelude", "mbarrier", "tma", "wgmma", "params", "schedule", "mask", "softmax", "careful", "epilogue", "values",
+    "prelude", "mbarrier", "tma", "wgmma", "params", "layout", "schedule", "mask", "softmax", "careful", "epilogue",
+    "values",
 )  # fmt: skip
 REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}  # of a producer and a consumer thread, by consumer warpgroups
 
@@ -25,7 +28,7 @@ class HopperTile:
 
     groups: int
     block_n: int
-    stages: int = 2
+    stages: int = 2  # of K and of V; of wide heads, slots of a warpgroup
     cluster: int = 1  # blocks that share their loads of K and V
     pingpong: bool = False  # warpgroups take turns on the tensor cores
     q_in_registers: bool = False
@@ -64,11 +67,18 @@ class Variant:
     pack: int = 1  # query heads that share a row block
 
     @property
+    def wide(self) -> bool:
+        """Whether wide.cu serves, not forward.cu. Its tiles have one warpgroup's rows and two tiles of keys."""
+        return max(self.head_dim, self.head_dim_v) > 256
+
+    @property
     def chunks(self) -> tuple[int, int, int, int, int]:
         """Bytes of a K chunk's row, full chunks, bytes of the last one (0: none); bytes of a V chunk's row, and chunks.
 
         A chunk's row is 128, 64 or 32 bytes: what is swizzled in shared memory.
         """
+        if self.wide:
+            return wide_source.chunks(self)
         tile, element = self.tile, 1 if self.fp8 else 2
         k_row = -(-self.head_dim * element // 32) * 32
         v_row = tile.block_n if self.fp8 else -(-self.head_dim_v * element // 32) * 32
@@ -85,7 +95,9 @@ class Variant:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory; params.cuh asserts the same."""
+        """Bytes of shared memory; layout.cuh asserts the same."""
+        if self.wide:
+            return wide_source.shared(self)
         k_width, k_chunks, k_rest, v_width, v_chunks = self.chunks
         tile, row = self.tile, k_width * k_chunks + k_rest
         v_rows = self.head_dim_v if self.fp8 else tile.block_n
@@ -96,7 +108,7 @@ class Variant:
 
     @property
     def threads(self) -> int:
-        return 128 * (self.tile.groups + 1)
+        return wide_source.THREADS if self.wide else 128 * (self.tile.groups + 1)
 
     @property
     def queries(self) -> int:
@@ -115,9 +127,11 @@ def config(variant: Variant) -> str:
     numbers = {
         "D": v.head_dim, "DV": v.head_dim_v, "BLOCK_N": tile.block_n, "GROUPS": tile.groups, "STAGES": tile.stages,
         "Q_STAGES": tile.q_stages, "CLUSTER": tile.cluster, "PACK": v.pack, **dict(zip(names, v.chunks, strict=True)),
-        "SHARED_MEMORY": v.shared,
+        "SHARED_MEMORY": v.shared, "O_COLUMNS": v.head_dim_v,
     }  # fmt: skip
     numbers["PRODUCER_REGISTERS"], numbers["CONSUMER_REGISTERS"] = REGISTERS[tile.groups]
+    if v.wide:
+        numbers |= wide_source.numbers(v)
     flags = {
         "FP16": v.fp16, "FP8": v.fp8, "LEFT": v.left, "RIGHT": v.right, "SOFTCAP": v.softcap, "ALIBI": v.alibi,
         "SINKS": v.sinks, "NEGATIVE": v.negative, "VARLEN": v.varlen, "PAGED": v.paged, "SPLIT": v.split,
@@ -133,6 +147,12 @@ def mma(variant: Variant) -> str:
     """`mma.cuh`: wgmma for this variant's exact sizes. N may be any multiple of 8, so a head of 72 costs 72 in P·V."""
     kind = "e4m3" if variant.fp8 else "f16" if variant.fp16 else "bf16"
     block_n, dv = variant.tile.block_n, variant.head_dim_v
+    if variant.wide:
+        half = wide_source.columns(dv)
+        return "#pragma once\n#include \"prelude.cuh\"\n" + "\n".join([
+            _wrapper("mma_qk", block_n // 2, kind, registers=False, by_column=False, accumulate=False),
+            _wrapper("mma_pv", half, kind, registers=True, by_column=True, accumulate=True),
+        ])  # fmt: skip
     return "#pragma once\n#include \"prelude.cuh\"\n" + "\n".join([
         _wrapper("mma_qk", block_n, kind, registers=False, by_column=False, accumulate=False),
         _wrapper("mma_qk_registers", block_n, kind, registers=True, by_column=False, accumulate=False),
@@ -177,8 +197,19 @@ def files() -> dict[str, str]:
 
 
 def headers(variant: Variant) -> dict[str, str]:
-    return {**files(), "config.cuh": config(variant), "mma.cuh": mma(variant)}
+    written = {"config.cuh": config(variant), "mma.cuh": mma(variant)}
+    if not variant.wide:
+        return {**files(), **written}
+    layout = (Path(__file__).parent / "wide_layout.cuh").read_text()
+    return {**{name: text for name, text in files().items() if name != "values.cuh"}, "layout.cuh": layout, **written}
 
 
 def main_file() -> str:
     return (Path(__file__).parent / "forward.cu").read_text()
+
+
+def program(variant: Variant) -> tuple[str, str, dict[str, str]]:
+    """Name, text and headers of the variant's program."""
+    if variant.wide:
+        return "wide.cu", (Path(__file__).parent / "wide.cu").read_text(), headers(variant)
+    return "forward.cu", main_file(), headers(variant)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from flashkernels.attention.hopper.source import HopperTile, Variant
+from flashkernels.attention.hopper.wide_tiles import wide_tile
 from flashkernels.attention.problem import AttentionProblem
 from flashkernels.tiling import TilingError
 
@@ -28,9 +29,11 @@ def choose(problem: AttentionProblem, multiprocessors: int, forced: object = Non
 
     `forced` is what `use_tile` asks for: a HopperTile, or "register" for one that keeps Q in registers.
     """
+    if max(problem.head_dim, problem.head_dim_v) > 256:
+        return Choice(variant_of(problem, wide_tile(problem, SHARED_LIMIT, forced), 1), 1)
     band = problem.band != (-1, -1)
     if problem.dtype == "fp8":
-        tile = fp8_tile(max(problem.head_dim, problem.head_dim_v))
+        tile = fp8_tile(max(problem.head_dim, problem.head_dim_v), band)
     else:
         tile = by_dimension(problem.head_dim, problem.head_dim_v, band or problem.varlen)
     if isinstance(forced, HopperTile):
@@ -40,8 +43,11 @@ def choose(problem: AttentionProblem, multiprocessors: int, forced: object = Non
     elif forced not in (None, "exact"):
         raise TilingError(f"use_tile asks for {getattr(forced, 'name', forced)}, which the Hopper kernel does not have")
     # Beyond four rounds of tiles the last, unfilled one no longer matters (the scaling grid: H200, 2026-11-15).
-    if not isinstance(forced, HopperTile) and query_tiles(problem, tile, 1) < 4 * multiprocessors:
-        tile = fitted(replace(tile, cluster=1), problem, multiprocessors)
+    if not isinstance(forced, HopperTile):
+        if query_tiles(problem, tile, 1) < 4 * multiprocessors:
+            tile = fitted(replace(tile, cluster=1), problem, multiprocessors)
+        elif tile.groups == 3 and problem.dtype != "fp8" and too_many_rows(problem):
+            tile = replace(tile, groups=2, block_n=128, stages=3, cluster=1, q_in_registers=True, q_stages=1)
     pack = packs(problem, tile)
     if band or problem.varlen or pack > 1:
         tile = replace(tile, cluster=1)
@@ -101,14 +107,25 @@ def by_dimension(dim: int, dim_v: int, band: bool) -> HopperTile:
     return tile if wide in MEASURED and dim == dim_v else replace(tile, wide_v=True)
 
 
-def fp8_tile(dim: int) -> HopperTile:
+def fp8_tile(dim: int, band: bool) -> HopperTile:
     """Key tiles divide 128, so that one has one scale; P takes half the registers of 16-bit types.
 
-    The fastest of 3 to 5 at D = 64, 128 and 256 (H200, 2026-11-15, B=1, S=16384).
+    The fastest of about 20 at D = 64 and 128, of 4 at D = 256 (H200, 2026-11-15, B=1, S=16384).
     """
     if dim <= 64:
-        return HopperTile(3, 128, 4, q_stages=2)
-    return HopperTile(2, 128, 4) if dim <= 192 else HopperTile(2, 64, 3)
+        return HopperTile(3, 128, 3)
+    if dim <= 192:
+        return HopperTile(2, 128, 3, pingpong=not band and dim <= 128, q_in_registers=not band and dim <= 128)
+    return HopperTile(2, 64, 3)
+
+
+def too_many_rows(problem: AttentionProblem) -> bool:
+    """Whether tiles of 192 rows fill a sequence worse than those of 128.
+
+    B=16, S=1024, D=64: 413 to 443 TFLOPS full, 304 to 341 causal (H200, 2026-11-15).
+    """
+    of_three, of_two = (-(-problem.seq_q // rows) * rows for rows in (192, 128))
+    return not problem.varlen and of_three > 1.05 * of_two
 
 
 # What a multiprocessor does with 1, 2 or 3 consumer warpgroups, of what it can do: one alone waits for its own results.

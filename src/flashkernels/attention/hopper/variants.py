@@ -26,7 +26,7 @@ PACKS = (3, 4, 7, 8, 64)
 def variant(dim: int, dim_v: int = 0, tile: HopperTile | None = None, pack: int = 1, **flags: bool) -> Variant:
     """A variant with, unless another is given, the tile that problems of many rows take."""
     band = any(flags.get(name) for name in ("left", "right", "varlen"))
-    chosen = tile or (fp8_tile(max(dim, dim_v)) if flags.get("fp8") else by_dimension(dim, dim_v or dim, band))
+    chosen = tile or (fp8_tile(max(dim, dim_v), band) if flags.get("fp8") else by_dimension(dim, dim_v or dim, band))
     if flags.get("split") or band or pack > 1:
         chosen = replace(chosen, cluster=1)
     return Variant(dim, dim_v or dim, chosen, pack=pack, **flags)

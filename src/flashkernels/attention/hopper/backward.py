@@ -1,0 +1,227 @@
+"""The Hopper backward: compiles a variant of `backward.cu`, fills in its parameters and launches its kernels.
+
+Where dQ is summed by additions in memory, their order is not fixed, and dQ is not the same to the bit in every run. All
+other gradients are, and so is dQ where a kernel of its own makes it: `deterministic` problems.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import struct
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashkernels.attention.hopper import backward_source as source, backward_tiles as tiles
+from flashkernels.attention.hopper.backward_source import BLOCK, OWN_KEYS, OWN_QUERIES, THREADS, BackwardVariant
+from flashkernels.attention.hopper.forward import FAR, LOG2E, SECTION_BYTES, spaced
+from flashkernels.attention.problem import AttentionProblem, BackwardProblem
+from flashkernels.attention.tensors import Given, RunBackward, Tensors, strides_of, unaddressable
+from flashkernels.hardware import Gpu
+from flashkernels.jit import driver, nvrtc
+from flashkernels.jit.counters import counters
+
+POINTERS = (
+    "q_data", "k_data", "v_data", "out", "grad_out_data", "lse", "grad_lse", "dq", "dk", "dv", "row_delta", "level",
+    "delta", "sums", "poisoned", "bad_keys", "counters", "slopes", "cu_q", "cu_k", "order",
+)  # fmt: skip
+
+
+class Params(ctypes.Structure):
+    """`Params` of backward_params.cuh, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64 * 16) for name in ("q", "k", "v", "grad_out")),
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("q", "k", "v", "out", "grad_out", "dq", "dk", "dv")),
+        *((name, ctypes.c_int64) for name in (
+            "lse_batch", "lse_head", "slope_batch", "grad_lse_batch", "grad_lse_head", "grad_lse_seq",
+        )),
+        *((name, ctypes.c_float) for name in ("scale", "softcap", "grad_scale")),
+        *((name, ctypes.c_int) for name in (
+            "batch", "heads", "group", "kv_heads", "seq_q", "seq_k", "total_q", "total_k_rows", "left", "right",
+            "blocks", "key_blocks", "tiles", "section", "own_blocks", "bad_blocks",
+        )),
+    )  # fmt: skip
+
+
+# Parts of Params: all pointers; `scale`, `softcap` and `grad_scale`.
+ADDRESSES, SCALES = struct.Struct(f"{len(POINTERS)}Q"), struct.Struct("3f")
+
+
+@functools.cache
+def library(variant: BackwardVariant) -> driver.Library:
+    """The variant's machine code, compiled once in a process and once on a machine."""
+    return driver.Library(nvrtc.compile("backward.cu", source.main_file(), source.headers(variant)))
+
+
+def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> RunBackward:
+    """Chooses the variant, compiles it, and lays out all of the launches that the signature decides."""
+    call, wanted = problem.call, problem.wanted
+    variant = tiles.choose(problem)
+    device = tensors.q.device.index
+    code = library(variant)
+    rows, order, main = code.kernel("rows", 0), code.kernel("order", 0), code.kernel("backward", variant.shared)
+    after = code.kernel("queries", 0)
+    if variant.own_dq:
+        look, after = code.kernel("keys", 0), code.kernel("gradient_of_queries", variant.own_shared)
+    # TMA and 16-byte loads want aligned rows; a gradient may come with any strides, also expanded from one number
+    copied = [bool(unaddressable(x)) for x in (given.grad_out, _given(given.out))]
+    params = described(call, variant, tensors, given, copied)
+    grid = min(gpu.sms, most_tiles(call, variant))
+    order_blocks = -(-call.batch // 128) if call.varlen else 0
+    make_dkdv = variant.adds_dq or variant.want_k or variant.want_v
+    hides = call.band != (-1, -1) or call.varlen
+    rows_of_heads, rows_of_keys = (n * (1 if call.varlen else call.batch) for n in (call.heads, call.kv_heads))
+    blocks = params.blocks * rows_of_heads
+    own_blocks = params.own_blocks * rows_of_heads if variant.own_dq and variant.want_q else 0
+    bad_blocks = params.bad_blocks * rows_of_keys if own_blocks and hides else 0
+    # One block of parameters for all calls of this signature: what changes is written into it before each launch.
+    buffer = ctypes.create_string_buffer(ctypes.sizeof(Params) + 64)
+    offset = -ctypes.addressof(buffer) % 64
+    address = ctypes.addressof(buffer) + offset
+    block = Params.from_buffer(buffer, offset)
+    ctypes.memmove(address, ctypes.addressof(params), ctypes.sizeof(Params))
+    write_addresses = functools.partial(ADDRESSES.pack_into, buffer, offset + Params.q_data.offset)
+    write_scales = functools.partial(SCALES.pack_into, buffer, offset + Params.scale.offset)
+    lock = threading.Lock()
+    mapped = (0, 0, 0, 0)
+    # keys that no query could see, and rows of a ragged batch that belong to no sequence, are nobody's to write
+    fresh = torch.zeros if call.varlen else torch.empty
+
+    def run(tensors: Tensors, given: Given, softmax_scale: float, softcap: float) -> list[Tensor | None]:
+        nonlocal mapped
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return run(tensors, given, softmax_scale, softcap)
+        q, k, v, slopes, sinks, _, cu_q, cu_k = tensors[:8]
+        grad_out, out = (
+            x.contiguous() if copy else x for x, copy in zip((given.grad_out, _given(given.out)), copied, strict=True)
+        )
+        lse, grad_lse = _given(given.lse).contiguous(), given.grad_lse
+        grads = [
+            fresh(x.shape, dtype=x.dtype, device=x.device) if name in wanted else None
+            for name, x in zip("qkv", (q, k, v), strict=True)
+        ]
+        statistics = lse.new_empty(2, blocks * BLOCK)
+        sums = lse.new_empty(blocks * BLOCK * call.head_dim) if variant.adds_dq else None
+        notes = lse.new_empty(blocks, dtype=torch.int32)
+        bad = lse.new_empty(2 * bad_blocks, dtype=torch.int64)
+        delta = torch.zeros_like(lse) if "sinks" in wanted else None
+        ordered = lse.new_empty(2 * call.batch + 1, dtype=torch.int32) if call.varlen else None
+        slopes = None if slopes is None else slopes.to(torch.float32).contiguous()
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        count = counters(device, stream)
+        pointers = (q.data_ptr(), k.data_ptr(), v.data_ptr(), grad_out.data_ptr())
+        with lock:
+            if mapped != pointers:
+                block.q, block.grad_out = boxes(q, BLOCK, call.dtype), boxes(grad_out, BLOCK, call.dtype)
+                block.k, block.v = (boxes(x, variant.key_box, call.dtype) for x in (k, v))
+                mapped = pointers
+            write_addresses(
+                *pointers[:3], out.data_ptr(), pointers[3], lse.data_ptr(), *map(_address, (grad_lse, *grads, delta)),
+                *map(_address, (statistics[0], statistics[1], sums, notes, bad)), count,
+                *map(_address, (slopes, cu_q, cu_k, ordered)),
+            )  # fmt: skip
+            scale = softmax_scale / softcap if softcap else softmax_scale * LOG2E
+            write_scales(scale, softcap * LOG2E, softmax_scale)
+            rows.launch(blocks, 256, stream, address)
+            if order_blocks:
+                order.launch(order_blocks, 128, stream, address)
+            if make_dkdv:
+                main.launch(grid, THREADS, stream, address)
+            if bad_blocks:
+                look.launch(bad_blocks, 128, stream, address)
+            if own_blocks:
+                after.launch(own_blocks, THREADS, stream, address)
+            elif variant.adds_dq:
+                after.launch(blocks, 128, stream, address)
+        dsinks = None if delta is None or sinks is None else sinks_gradient(delta, lse, sinks)
+        return [*grads, None, dsinks, None]
+
+    return run
+
+
+def most_tiles(call: AttentionProblem, variant: BackwardVariant) -> int:
+    """Tiles of all sequences and key heads; of a ragged batch at most as many."""
+    keys = variant.tile.keys
+    if call.varlen:
+        return (call.total_k // keys + call.batch) * call.kv_heads
+    return -(-call.seq_k // keys) * call.batch * call.kv_heads
+
+
+def described(
+    call: AttentionProblem, variant: BackwardVariant, tensors: Tensors, given: Given, copied: list[bool]
+) -> Params:
+    """The parameters that the signature decides."""
+    q, k, v, slopes = tensors[:4]
+    grad_out, out = (
+        x.to("meta").contiguous() if copy else x
+        for x, copy in zip((given.grad_out, _given(given.out)), copied, strict=True)
+    )
+    rows = call.total_q if call.varlen else call.seq_q
+
+    def cut(seq: int, total: int, size: int) -> int:
+        """Blocks of a head; in a ragged batch each sequence may have one that is not full."""
+        return total // size + call.batch if call.varlen else -(-seq // size)
+
+    three = ctypes.c_int64 * 3
+    grad_lse = (0, 0, 0) if given.grad_lse is None else (0, *given.grad_lse.stride())[-3:]
+    left, right = (min(max(side, 0), FAR) for side in call.band)
+    kv_heads = call.batch * call.kv_heads
+    # Q and dO in 16 bits and dQ in 32, of all query heads
+    walked = call.total_q * call.heads * (6 * call.head_dim + 2 * call.head_dim_v)
+    sections = max(1, round(walked / SECTION_BYTES))
+    return Params(
+        q_strides=three(*strides_of(q)[:3]), k_strides=three(*strides_of(k)[:3]), v_strides=three(*strides_of(v)[:3]),
+        out_strides=three(*strides_of(out)[:3]),
+        grad_out_strides=three(*strides_of(grad_out)[:3]), dq_strides=three(*contiguous(q)),
+        dk_strides=three(*contiguous(k)), dv_strides=three(*contiguous(v)),
+        lse_batch=0 if call.varlen else call.heads * rows, lse_head=rows,
+        slope_batch=call.heads if slopes is not None and slopes.dim() == 2 else 0,
+        grad_lse_batch=grad_lse[0], grad_lse_head=grad_lse[1], grad_lse_seq=grad_lse[2],
+        batch=call.batch, heads=call.heads, group=call.heads // call.kv_heads, kv_heads=call.kv_heads,
+        seq_q=call.seq_q, seq_k=call.seq_k, total_q=call.total_q,
+        total_k_rows=call.total_k if call.varlen else call.seq_k, left=left, right=right,
+        blocks=cut(call.seq_q, call.total_q, BLOCK), own_blocks=cut(call.seq_q, call.total_q, OWN_QUERIES),
+        bad_blocks=cut(call.seq_k, call.total_k, OWN_KEYS),
+        key_blocks=-(-call.seq_k // variant.tile.keys),
+        tiles=0 if call.varlen else most_tiles(call, variant),
+        section=max(1, -(-kv_heads // sections)),
+    )  # fmt: skip
+
+
+def boxes(x: Tensor, rows: int, dtype: str) -> Any:
+    """The map of x as (column, row, head, batch), in boxes of 64 columns; what lies outside arrives as zeros."""
+    batch, seq, heads, dim = (1, *x.shape)[-4:]
+    steps = [step * x.element_size() for step in spaced(x)]
+    encoded = driver.tensor_map(
+        x.data_ptr(), dtype, (dim, seq, heads, batch), (steps[1], steps[2], steps[0]), (64, rows, 1, 1), 128
+    )
+    return (ctypes.c_uint64 * 16).from_buffer_copy(encoded)
+
+
+def contiguous(x: Tensor) -> tuple[int, int, int]:
+    """(batch, seq, head) strides of a contiguous tensor of x's shape."""
+    heads, dim = x.shape[-2:]
+    return (0 if x.dim() == 3 else x.shape[1] * heads * dim, heads * dim, dim)
+
+
+def sinks_gradient(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """A sink's weight has dP = 0, so its gradient is the sum of -P_sink * delta over (B, H, S_q) or (H, total_q)."""
+    weights = torch.exp(sinks.float()[:, None] - lse).masked_fill(lse == -math.inf, 0.0)
+    return -(weights * delta).sum(-1).sum_to_size(sinks.shape).to(sinks.dtype)
+
+
+def _given(x: Tensor | None) -> Tensor:
+    """What every problem that this implementation takes has."""
+    assert x is not None
+    return x
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()

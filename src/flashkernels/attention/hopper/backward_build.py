@@ -1,0 +1,115 @@
+"""Compiling a variant of the backward for a GPU that is not there, and a list of variants that between them have every
+flag, size and kind of tile."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flashkernels.attention.hopper import backward_source as source
+from flashkernels.attention.hopper.backward_source import THREADS, BackwardVariant
+from flashkernels.attention.hopper.backward_tiles import SHARED_LIMIT, by_dimension
+from flashkernels.attention.hopper.build import spilled, warnings
+from flashkernels.jit import nvrtc
+from flashkernels.jit.offline import Resources, resources
+
+MOST_SPILLS = 160  # bytes; at the ends of a tile they cost nothing, in the loop over queries they would
+MOST_REGISTERS = 65536 // THREADS // 8 * 8  # of a thread at launch
+
+
+@dataclass(frozen=True)
+class BackwardReport:
+    """One compiled variant."""
+
+    variant: BackwardVariant
+    resources: Resources
+    own: Resources | None  # of the kernel that makes dQ alone
+    spills: int  # bytes that a thread puts aside
+    reloads: int  # bytes of them that its code fetches, in all places together
+    warnings: tuple[str, ...]
+
+    @property
+    def faults(self) -> list[str]:
+        """What no variant may have, in words."""
+        # C7510 to C7519: ptxas waits after each wgmma, for the reason that the line gives
+        found = [f"wgmma is serialised: {line}" for line in self.warnings if re.search(r"\bC75\d\d\b", line)]
+        for made in (self.resources, self.own):
+            found += [] if made is None else self._faults_of(made)
+        if self.spills > MOST_SPILLS:
+            found.append(f"spills {self.spills} bytes; the limit is {MOST_SPILLS}")
+        return found
+
+    @staticmethod
+    def _faults_of(made: Resources) -> list[str]:
+        found = []
+        if made.registers > MOST_REGISTERS:
+            found.append(f"{made.registers} registers a thread; {THREADS} threads leave {MOST_REGISTERS}")
+        if made.shared > SHARED_LIMIT:
+            found.append(f"{made.shared} bytes of shared memory; the limit is {SHARED_LIMIT}")
+        if made.spills > MOST_SPILLS:
+            found.append(f"{made.spills} bytes of local memory; the limit is {MOST_SPILLS}")
+        if not made.count("HGMMA"):
+            found.append("has no wgmma")
+        return found
+
+
+def build(variant: BackwardVariant) -> BackwardReport:
+    """Compiles one variant with NVRTC, or finds it in the disk cache. Needs no GPU."""
+    made = nvrtc.compiled("backward.cu", source.main_file(), source.headers(variant))
+    used = resources(made.cubin, variant.shared, entry="backward")
+    own = resources(made.cubin, variant.own_shared, entry="gradient_of_queries") if variant.own_dq else None
+    return BackwardReport(variant, used, own, *spilled(made.log, "backward"), warnings(made.log))
+
+
+def variant(dim: int, dim_v: int = 0, deterministic: bool = False, **flags: bool) -> BackwardVariant:
+    """A variant with the tile that its problems take."""
+    on = {name for name, value in flags.items() if value}
+    hides = bool(on & {"left", "right", "varlen"})
+    crowded = bool(on & {"left", "alibi", "varlen"})
+    tile = by_dimension(dim, dim_v or dim, softcap="softcap" in on, hides=hides, crowded=crowded)
+    return BackwardVariant(dim, dim_v or dim, tile, own_dq=deterministic or tile.paired, **flags)
+
+
+def label(one: BackwardVariant) -> str:
+    """A short name: sizes, tile and flags.
+
+    >>> label(variant(72, 104, right=True, want_k=False))
+    'd72-v104-split-q3-right-qv'
+    """
+    flags = ("fp16", "left", "right", "softcap", "alibi", "varlen", "own_dq")
+    dims = [f"d{one.head_dim}"] + [f"v{one.head_dim_v}"] * (one.head_dim_v != one.head_dim)
+    wanted = "".join(name for name in "qkv" if getattr(one, f"want_{name}"))
+    return "-".join([*dims, one.tile.name, *(x for x in flags if getattr(one, x)), *([wanted] * (wanted != "qkv"))])
+
+
+DIMS = tuple(range(16, 257, 8))
+MIXED = ((192, 128), (128, 192), (64, 128), (128, 64), (72, 104), (104, 72), (40, 136), (16, 256), (256, 16))
+LOGITS: dict[str, Any] = dict.fromkeys(("left", "right", "alibi"), True)
+FLAGS: tuple[dict[str, Any], ...] = (
+    {"left": True}, {"left": True, "right": True}, {"alibi": True}, {"softcap": True}, {"varlen": True},
+    {"fp16": True}, {"right": True, "varlen": True}, {"right": True, "softcap": True},
+    {"deterministic": True}, {"deterministic": True, "right": True},
+    {"want_q": False}, {"want_k": False}, {"want_v": False}, {"want_k": False, "want_v": False},
+    LOGITS | {"varlen": True}, LOGITS | {"varlen": True, "deterministic": True},
+    LOGITS | {"varlen": True, "softcap": True, "fp16": True},
+)  # fmt: skip
+
+
+def _all() -> Iterator[BackwardVariant]:
+    for dim in DIMS:
+        yield variant(dim)
+        yield variant(dim, right=True)
+    for dim, dim_v in MIXED:
+        yield variant(dim, dim_v, right=dim > dim_v)
+    for dim in (64, 72, 128, 256):
+        for flags in FLAGS:
+            yield variant(dim, **flags)
+    for dim in (96, 104, 112, 120, 192):
+        yield variant(dim, varlen=True, **LOGITS)
+    yield replace(variant(192), own_dq=False)  # pairs that add dQ
+    yield replace(variant(256, right=True), own_dq=False)
+
+
+VARIANTS = tuple(dict.fromkeys(_all()))

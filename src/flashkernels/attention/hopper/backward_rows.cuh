@@ -1,0 +1,155 @@
+// Before and after the backward itself: what it wants to know of each query row, and dQ from its sums.
+#pragma once
+#include "backward_schedule.cuh"
+
+DEVICE float low(u32 pair) {
+  if (!FP16) return __uint_as_float(pair << 16);
+  float y;
+  asm("{.reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a;}" : "=f"(y) : "r"(pair));
+  return y;
+}
+DEVICE float high(u32 pair) {
+  if (!FP16) return __uint_as_float(pair & 0xffff0000u);
+  float y;
+  asm("{.reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, b;}" : "=f"(y) : "r"(pair));
+  return y;
+}
+
+// Two elements, with 0 for a NaN or an Inf.
+DEVICE u32 finite(u32 pair) {
+  constexpr u32 EXPONENT = FP16 ? 0x7c00u : 0x7f80u;
+  if ((pair & EXPONENT) == EXPONENT) pair &= 0xffff0000u;
+  if ((pair >> 16 & EXPONENT) == EXPONENT) pair &= 0x0000ffffu;
+  return pair;
+}
+DEVICE uint4 finite(uint4 x) { return {finite(x.x), finite(x.y), finite(x.z), finite(x.w)}; }
+// Whether there is one: a full exponent and 1 carry into the sign.
+DEVICE u32 carries(u32 pair) { return FP16 ? (pair & 0x7c007c00u) + 0x04000400u : (pair & 0x7f807f80u) + 0x00800080u; }
+DEVICE bool has_bad(uint4 x) { return (carries(x.x) | carries(x.y) | carries(x.z) | carries(x.w)) & 0x80008000u; }
+DEVICE bool is_finite(float x) { return x - x == 0.f; }
+
+DEVICE float dot(u32 x, u32 y) { return fmaf(low(x), low(y), high(x) * high(y)); }
+DEVICE float dot(uint4 x, uint4 y) { return dot(x.x, y.x) + dot(x.y, y.y) + dot(x.z, y.z) + dot(x.w, y.w); }
+
+// 64 queries of one head, as the grids of the two kernels below count them. `rows` < 0: nobody's.
+struct QueryBlock {
+  int batch, head, q_row, first, rows;  // first: row of its sequence; rows: of the sequence, from there on
+};
+
+DEVICE QueryBlock query_block(const Params& p) {
+  QueryBlock b;
+  const int row = blockIdx.x / p.blocks, at = blockIdx.x % p.blocks;
+  if (VARLEN) {
+    b.batch = last_sequence(p.cu_q, p.batch, at, BLOCK);
+    b.head = row;
+    b.q_row = p.cu_q[b.batch];
+    b.first = (at - b.q_row / BLOCK - b.batch) * BLOCK;
+    b.rows = p.cu_q[b.batch + 1] - b.q_row - b.first;
+  } else {
+    b.batch = row / p.heads;
+    b.head = row % p.heads;
+    b.q_row = 0;
+    b.first = at * BLOCK;
+    b.rows = p.seq_q - b.first;
+  }
+  return b;
+}
+
+// Of each row: delta = rowsum(dO * O) - dL, and the level: its log-sum-exp L in units of log2. A row that sees nothing,
+// or is not there, has the level +inf: all its weights are 0. A row in whose O, L or dO a NaN or Inf shows has the
+// level NaN, which is all that the backward needs to know of it: its delta is 0. A block with one in Q or dO is noted,
+// for the producer to clean. So weights of 0 meet only finite numbers. Also clears the sums of dQ.
+extern "C" __global__ void __launch_bounds__(256) rows(const __grid_constant__ Params p) {
+  const QueryBlock b = query_block(p);
+  if (b.rows <= 0) return;
+  const int t = threadIdx.x;
+  if (WANT_Q) {
+    float4* sums = (float4*)(p.sums + (i64)blockIdx.x * BLOCK * D);
+#pragma unroll 4
+    for (int i = t; i < BLOCK * D / 4; i += 256) sums[i] = {0.f, 0.f, 0.f, 0.f};
+  }
+  constexpr int WIDEST = D > DV ? D : DV, LANES = WIDEST <= 64 ? 8 : WIDEST <= 128 ? 16 : 32;  // of a row
+  const int lane = t % LANES;
+  const i64 row = b.q_row + b.first;
+  const u16* out = (const u16*)p.out + b.batch * p.out_strides.batch + b.head * p.out_strides.head + lane * 8;
+  const u16* grad = (const u16*)p.grad_out_data + b.batch * p.grad_out_strides.batch +
+                    b.head * p.grad_out_strides.head + lane * 8;
+  const u16* q = (const u16*)p.q_data + b.batch * p.q_strides.batch + b.head * p.q_strides.head + lane * 8;
+  bool bad = false;
+#pragma unroll
+  for (int i = 0; i < BLOCK * LANES / 256; i++) {
+    const int r = t / LANES + i * (256 / LANES);
+    float delta = 0.f;
+    const bool loaded = VARLEN ? row + r < p.total_q : r < b.rows;  // also rows of the next sequence
+    if (loaded && lane < DV / 8) {
+      const uint4 y = __ldg((const uint4*)(grad + (row + r) * p.grad_out_strides.seq));
+      if (HIDES) bad |= has_bad(y);
+      if (r < b.rows) delta = dot(__ldg((const uint4*)(out + (row + r) * p.out_strides.seq)), y);
+    }
+    if (HIDES && loaded && lane < D / 8) {
+      bad |= has_bad(__ldg((const uint4*)(q + (row + r) * p.q_strides.seq)));
+    }
+#pragma unroll
+    for (int step = LANES / 2; step; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
+    if (lane) continue;
+    float level = INF;
+    if (r < b.rows) {
+      const i64 query = b.q_row + b.first + r, at = b.batch * p.lse_batch + b.head * p.lse_head + query;
+      level = __ldg(p.lse + at) * LOG2E;
+      if (p.grad_lse != nullptr)
+        delta -= p.grad_lse[b.batch * p.grad_lse_batch + b.head * p.grad_lse_head + query * p.grad_lse_seq];
+      if (p.row_delta != nullptr) p.row_delta[at] = delta;
+      if (level == -INF) level = INF;
+      else if (!is_finite(level) || !is_finite(delta)) level = __int_as_float(0x7fffffff);
+      if (!is_finite(delta)) delta = 0.f;
+    }
+    // Four statistics that a thread reads at once lie side by side.
+    const int place = BULK ? (r & ~15) | (r & 6) << 1 | (r & 8) >> 2 | (r & 1) : r;
+    p.level[(i64)blockIdx.x * BLOCK + place] = level;
+    p.delta[(i64)blockIdx.x * BLOCK + place] = delta;
+  }
+  if (HIDES) {
+    bad = __syncthreads_or(bad);
+    if (t == 0) p.poisoned[blockIdx.x] = bad;
+  }
+}
+
+// N columns of two rows of an accumulator to memory, 16 bits an element. Pairs of lanes exchange halves so that each
+// stores 8 bytes, and four lanes 32 contiguous ones.
+template <int N>
+DEVICE void store_rows(const float (&x)[N / 2], float factor, u16* first, i64 stride, int rows, int lane) {
+  const int quarter = lane & 3, odd = quarter & 1;
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    u16* row = first + r * 8 * stride;
+    const bool exists = 8 * r < rows;
+    auto word = [&](int j) { return pack(x[4 * j + 2 * r] * factor, x[4 * j + 2 * r + 1] * factor); };
+#pragma unroll
+    for (int j = 0; j + 1 < N / 8; j += 2) {
+      const u32 mine = word(j), next = word(j + 1);
+      const u32 given = __shfl_xor_sync(~0u, odd ? mine : next, 1);
+      uint2 both;
+      both.x = odd ? given : mine;
+      both.y = odd ? next : given;
+      if (exists) *(uint2*)(row + (j + odd) * 8 + (quarter >> 1) * 4) = both;
+    }
+    if ((N / 8) % 2 && exists) *(u32*)(row + N - 8 + quarter * 2) = word(N / 8 - 1);
+  }
+}
+
+// dQ in 16 bits from its sums, which are in fragment order: [16 queries][8 columns][lane][4]. One warp for 16 queries.
+extern "C" __global__ void __launch_bounds__(128) queries(const __grid_constant__ Params p) {
+  const QueryBlock b = query_block(p);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp * 16 + lane / 4;
+  if (!WANT_Q || b.rows <= warp * 16) return;
+  const float4* sums = (const float4*)(p.sums + (i64)blockIdx.x * BLOCK * D + warp * 16 * D) + lane;
+  float x[D / 2];
+#pragma unroll
+  for (int j = 0; j < D / 8; j++) {
+    const float4 four = sums[j * 32];
+    x[4 * j] = four.x, x[4 * j + 1] = four.y, x[4 * j + 2] = four.z, x[4 * j + 3] = four.w;
+  }
+  u16* to = p.dq + b.batch * p.dq_strides.batch + b.head * p.dq_strides.head +
+            (i64)(b.q_row + b.first + first) * p.dq_strides.seq;
+  store_rows<D>(x, p.grad_scale, to, p.dq_strides.seq, b.rows - first, lane);
+}

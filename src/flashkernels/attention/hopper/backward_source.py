@@ -1,0 +1,206 @@
+"""The CUDA source of one variant of the backward: headers of this folder, and two more that are written for it.
+
+`config.cuh` holds everything that is decided before compiling; `mma.cuh` the wgmma instructions for its exact sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+HEADERS = (
+    "prelude", "mbarrier", "tma", "wgmma", "backward_params", "backward_schedule", "backward_rows", "backward_tile",
+    "backward_split", "backward_pair", "backward_dq",
+)  # fmt: skip
+BLOCK = 64  # queries of a block
+THREADS = 384
+OWN_QUERIES, OWN_KEYS = 128, 64  # of a block, in the kernel that makes dQ alone
+SHARED_LIMIT = 232448  # bytes a block may have on sm_90
+REGISTERS = (24, 240)  # of a producer and a consumer thread
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """How the Hopper backward cuts its problem: 64 queries at a time, against the keys that two warpgroups hold.
+
+    >>> BackwardTile(halves=True, bulk=True).name
+    'split-q3-halves-bulk'
+    """
+
+    paired: bool = False  # both warpgroups on the same 64 keys; else 64 keys each
+    q_stages: int = 3
+    halves: bool = False  # split: each warpgroup makes one half of dQ's columns; else all of every other block's
+    kv_in_registers: bool = False  # split: K and V are operands in registers
+    separate: bool = False  # split: P and dS have registers of their own
+    bulk: bool = False  # split: dQ is added by the copy engine; else straight from registers
+
+    @property
+    def keys(self) -> int:
+        return 64 if self.paired else 128
+
+    @property
+    def name(self) -> str:
+        flags = (
+            ("halves", self.halves), ("register", self.kv_in_registers), ("separate", self.separate),
+            ("bulk", self.bulk),
+        )  # fmt: skip
+        kind = "paired" if self.paired else "split"
+        return "-".join((kind, f"q{self.q_stages}", *(name for name, on in flags if on)))
+
+
+@dataclass(frozen=True)
+class BackwardVariant:
+    """All that the compiler sees of a problem."""
+
+    head_dim: int
+    head_dim_v: int
+    tile: BackwardTile
+    fp16: bool = False
+    left: bool = False
+    right: bool = False
+    softcap: bool = False
+    alibi: bool = False
+    varlen: bool = False
+    own_dq: bool = False  # dQ by a kernel of its own, without additions in memory
+    want_q: bool = True
+    want_k: bool = True
+    want_v: bool = True
+
+    @property
+    def dq_first(self) -> int:
+        """Columns of dQ that the first of a pair makes: whole chunks of 64."""
+        return -(-self.head_dim // 64) // 2 * 64 if self.tile.paired else 0
+
+    @property
+    def dq_columns(self) -> int:
+        """Columns of dQ that a warpgroup makes; of a pair, the second. A half stays in a chunk of 64, or is one."""
+        if self.tile.halves:
+            return self.head_dim // 2 if self.head_dim <= 64 else 64
+        return self.head_dim - self.dq_first
+
+    @property
+    def adds_dq(self) -> bool:
+        return self.want_q and not self.own_dq
+
+    @property
+    def bulk(self) -> bool:
+        return self.tile.bulk and self.adds_dq
+
+    @property
+    def key_box(self) -> int:
+        """Keys that one load of K or V brings."""
+        return 64 if self.own_dq else self.tile.keys
+
+    @property
+    def own_stages(self) -> tuple[int, int]:
+        """Buffers of 64 keys of K and of V in the kernel that makes dQ alone."""
+        for stages in ((4, 4), (3, 3), (3, 2), (2, 2), (2, 1)):
+            if self._own_shared(*stages) <= SHARED_LIMIT:
+                return stages
+        raise AssertionError("two buffers of K and one of V always fit")
+
+    @property
+    def own_shared(self) -> int:
+        """Bytes of shared memory of that kernel; backward_dq.cuh asserts the same."""
+        return self._own_shared(*self.own_stages)
+
+    def _own_shared(self, k_stages: int, v_stages: int) -> int:
+        k_row, v_row = (128 * -(-dim // 64) for dim in (self.head_dim, self.head_dim_v))
+        size = 2 * BLOCK * (k_row + v_row) + 64 * (k_stages * k_row + v_stages * v_row)
+        return size + 8 * (k_stages + 2 + 2 * k_stages + 2 * v_stages + 1)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory; backward_params.cuh asserts the same."""
+        tile = self.tile
+        k_row, v_row = (128 * -(-dim // 64) for dim in (self.head_dim, self.head_dim_v))
+        size = tile.keys * (k_row + v_row) + BLOCK * (tile.q_stages * k_row + 2 * v_row)
+        size += 2 * BLOCK * tile.keys * 2  # dS
+        size += 128 * BLOCK if tile.paired else 0  # P
+        size += 8 * self.dq_columns * 64 if self.bulk else 0
+        size += 4 * BLOCK * (tile.q_stages + 2)  # statistics
+        size += 8 * (6 + 2 * tile.q_stages + 12)  # barriers
+        return -(-size // 16) * 16 + 64 + 16
+
+
+def config(variant: BackwardVariant) -> str:
+    """`config.cuh`: the variant as constants."""
+    v, tile = variant, variant.tile
+    readers = 8 if tile.halves or v.dq_first else 4
+    numbers = {
+        "D": v.head_dim, "DV": v.head_dim_v, "KEYS": tile.keys, "Q_STAGES": tile.q_stages, "CLUSTER": 1,
+        "DQ_COLUMNS": v.dq_columns, "DQ_FIRST": v.dq_first,
+        "DS_WRITERS": 4 if tile.paired else 8, "DS_READERS": readers, "SHARED_MEMORY": v.shared,
+        "KEY_BOX": v.key_box, "OWN_SHARED_MEMORY": v.own_shared,
+    }  # fmt: skip
+    numbers["PRODUCER_REGISTERS"], numbers["CONSUMER_REGISTERS"] = REGISTERS
+    numbers["OWN_K_STAGES"], numbers["OWN_V_STAGES"] = v.own_stages
+    flags = {
+        "FP16": v.fp16, "FP8": False, "LEFT": v.left, "RIGHT": v.right, "SOFTCAP": v.softcap, "ALIBI": v.alibi,
+        "VARLEN": v.varlen, "WANT_Q": v.adds_dq, "WANT_K": v.want_k, "WANT_V": v.want_v, "PAIRED": tile.paired,
+        "HALVES": tile.halves, "KV_IN_REGISTERS": tile.kv_in_registers, "SEPARATE": tile.separate, "BULK": v.bulk,
+    }  # fmt: skip
+    lines = ["#pragma once", f"#define PAIRED_CONSUMERS {int(tile.paired)}", f"#define DQ_KERNEL {int(v.own_dq)}"]
+    lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
+    lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
+    return "\n".join(lines) + "\n"
+
+
+def mma(variant: BackwardVariant) -> str:
+    """`mma.cuh`: wgmma for this variant's exact sizes. N may be any multiple of 8, so a head of 72 costs 72 in dK."""
+    kind = "f16" if variant.fp16 else "bf16"
+    products = [
+        ("mma_scores", BLOCK, False, False), ("mma_scores_registers", BLOCK, True, False),
+        ("mma_dk", variant.head_dim, True, True), ("mma_dv", variant.head_dim_v, True, True),
+        ("mma_own_dq", variant.head_dim, True, True),
+        *(("mma_dq", n, False, True) for n in sorted({variant.dq_first, variant.dq_columns} - {0})),
+    ]  # fmt: skip
+    return '#pragma once\n#include "prelude.cuh"\n' + "\n".join(
+        _wrapper(name, n, kind, registers=registers, by_column=by_column, first=first)
+        for name, n, registers, by_column in products
+        for first in ((False,) if name in ("mma_dk", "mma_dv", "mma_own_dq") else (True, False))
+    )
+
+
+def _wrapper(name: str, n: int, kind: str, *, registers: bool, by_column: bool, first: bool) -> str:
+    """One function around m64 x n x k16: d (+)= a * b, with a in registers or shared memory, b in shared memory.
+
+    The first step of an accumulator only writes it. Were it an input too, its old value would stay alive around the
+    loop, and accumulators that are never alive together could not share registers.
+    """
+    count = n // 2
+    outputs = ", ".join(f'"{"=" if first else "+"}f"(d[{i}])' for i in range(count))
+    destination = ", ".join(f"%{i}" for i in range(count))
+    if registers:
+        operands, declared, majors = 4, "const u32* a", f", {int(by_column)}"
+        a = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
+        inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
+    else:
+        operands, declared, majors = 1, "u64 a", f", 0, {int(by_column)}"
+        a, inputs = f"%{count}", '"l"(a)'
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}"
+    return f"""
+// d {"=" if first else "+="} a * b; 64 x {n}
+DEVICE void {name}{"_first" if first else ""}(float (&d)[{count}], {declared}, u64 b) {{
+  asm volatile("{{.reg .pred p; setp.{"ne" if first else "eq"}.b32 p, 0, 0;\\n"
+    "{instruction} {{{destination}}}, {a}, %{count + operands}, p, 1, 1{majors};}}\\n"
+    : {outputs}
+    : {inputs}, "l"(b));
+}}
+"""
+
+
+@cache
+def files() -> dict[str, str]:
+    """The headers of this folder, by the names that they include one another with."""
+    here = Path(__file__).parent
+    return {f"{name}.cuh": (here / f"{name}.cuh").read_text() for name in HEADERS}
+
+
+def headers(variant: BackwardVariant) -> dict[str, str]:
+    return {**files(), "config.cuh": config(variant), "mma.cuh": mma(variant)}
+
+
+def main_file() -> str:
+    return (Path(__file__).parent / "backward.cu").read_text()

@@ -1,0 +1,240 @@
+// Consumers that split the keys of a tile: 64 each, with dK and dV of these in registers. For heads up to 128.
+//
+// A query block takes five products. Pipelined: while dP of block i and S of block i + 1 run, dV of block i is
+// finished; then dS of i, and under dK of i and dQ of i - 1 the exponentials of i + 1. Only dV is in flight from one
+// step to the next: an accumulator that ordinary instructions read would be serialised there.
+//
+// dQ = dS·K needs the keys of both warpgroups. dS goes through shared memory, double buffered, and dQ is made a block
+// later, so that the two need not meet. Each makes one half of its columns (HALVES), or all of every other block's.
+#pragma once
+#include "backward_tile.cuh"
+
+struct Consumer : Tile {
+  const u32 k_rows, v_rows, k_columns, ds_rows;  // descriptors (lower halves)
+  float dk[D / 2], dv[DV / 2], s[SCORES], dp[SCORES], dq[DQ_COLUMNS / 2];
+  u32 weights[WORDS];
+  u32 gradients[SEPARATE ? WORDS : 1];  // dS; it takes the place of P where it is not separate
+  u32 k_words[KV_IN_REGISTERS ? K_STEPS * 4 : 1], v_words[KV_IN_REGISTERS ? V_STEPS * 4 : 1];
+  static_assert(!SOFTCAP, "dS would need more registers than P has: softcaps are for pairs");
+
+  DEVICE Consumer(const Params& p, u32 smem, int group, int warp, int lane)
+      : Tile(p, smem, group, warp, lane), k_rows(wgmma::by_row(smem + K_AT + group * 64 * ROW)),
+        v_rows(wgmma::by_row(smem + V_AT + group * 64 * ROW)),
+        k_columns(wgmma::by_column(smem + K_AT + first_column() / 64 * KEYS * ROW + first_column() % 64 * 2, ROW,
+                                   KEYS)),
+        ds_rows(wgmma::by_row(smem + DS_AT)) {}
+
+  // Of dQ, of this warpgroup.
+  DEVICE int first_column() const { return HALVES ? group * DQ_COLUMNS : 0; }
+
+  // --- matrix products
+
+  template <int STEPS>
+  DEVICE void issue_scores(float (&to)[SCORES], const u32* words, u32 keys, u32 rows) {  // keys·rowsᵀ
+    wgmma::fence();
+#pragma unroll
+    for (int k = 0; k < STEPS; k++) {
+      const u64 b = wgmma::descriptor(rows + (column_step(k, BLOCK) >> 4), ROW);
+      if constexpr (KV_IN_REGISTERS) {
+        if (k == 0) mma_scores_registers_first(to, words, b);
+        else mma_scores_registers(to, words + 4 * k, b);
+      } else {
+        const u64 a = wgmma::descriptor(keys + (column_step(k, KEYS) >> 4), ROW);
+        if (k == 0) mma_scores_first(to, a, b);
+        else mma_scores(to, a, b);
+      }
+    }
+    wgmma::commit();
+  }
+  DEVICE void issue_s(int stage) {
+    issue_scores<K_STEPS>(s, k_words, k_rows, wgmma::by_row(smem + Q_AT + Q_TILE * stage));
+  }
+  DEVICE void issue_dp() {
+    issue_scores<V_STEPS>(dp, v_words, v_rows, wgmma::by_row(smem + O_AT + O_TILE * buffer(done)));
+  }
+  DEVICE void issue_dv(u32 n) {  // dV += Pᵀ·dO
+    const u32 from = wgmma::by_column(smem + O_AT + O_TILE * buffer(n), ROW, BLOCK);
+    wgmma::fence();
+#pragma unroll
+    for (int k = 0; k < BLOCK / 16; k++)
+      if (WANT_V) mma_dv(dv, weights + 4 * k, wgmma::descriptor(from + (row_step(k) >> 4), ROW));
+    wgmma::commit();
+  }
+  DEVICE void issue_dk() {  // dK += dSᵀ·Q
+    const u32 from = wgmma::by_column(smem + Q_AT + Q_TILE * q.stage, ROW, BLOCK);
+    wgmma::fence();
+#pragma unroll
+    for (int k = 0; k < BLOCK / 16; k++)
+      if (WANT_K) mma_dk(dk, gradient_words() + 4 * k, wgmma::descriptor(from + (row_step(k) >> 4), ROW));
+    wgmma::commit();
+  }
+  DEVICE void issue_dq(u32 n) {  // dQ = dS·K
+    const u32 from = ds_rows + buffer(n) * (DS_TILE >> 4);
+    wgmma::fence();
+#pragma unroll
+    for (int k = 0; k < KEYS / 16; k++) {
+      const u64 a = wgmma::descriptor(from + (column_step(k, BLOCK) >> 4), ROW);
+      const u64 b = wgmma::descriptor(k_columns + (row_step(k) >> 4), ROW);
+      if (k == 0) mma_dq_first(dq, a, b);
+      else mma_dq(dq, a, b);
+    }
+    wgmma::commit();
+  }
+
+  // --- steps
+
+  DEVICE u32* gradient_words() { return SEPARATE ? gradients : weights; }
+  DEVICE void keep_gradients() {
+    if constexpr (SEPARATE) keep(gradients);
+    else keep(weights);
+  }
+  DEVICE void make_ds() {
+    differentiate(dp, weights, gradient_words());
+    keep_gradients();
+    if constexpr (WANT_Q) put_ds(gradient_words());
+    else __syncwarp();
+    release(O_EMPTY + 8 * buffer(done));
+  }
+  DEVICE void add(int to) { add_dq<DQ_COLUMNS>(dq, to, first_column()); }
+
+  // One query block, not a tile's last. Before and after it only dV of a block is in flight. MASKED: the next block
+  // hides something; OURS: dQ of the block before this one is this warpgroup's.
+  template <bool MASKED, bool OURS_TO_ADD> DEVICE void step() {
+    constexpr bool OURS = OURS_TO_ADD && WANT_Q;
+    u32 none[1];
+    issue_dp();
+    mbarrier::Ring<Q_STAGES> next = q;
+    next.advance();
+    await_q(next);
+    issue_s(next.stage);
+    wgmma::wait<1>();
+    keep(weights);
+    keep(dp);
+    make_ds();
+    issue_dk();
+    if constexpr (OURS) {
+      await(DS_FULL, done - 1);
+      issue_dq(done - 1);
+      wgmma::wait<SEPARATE ? 2 : 1>();
+    } else {
+      wgmma::wait<SEPARATE ? 1 : 0>();
+    }
+    if constexpr (!SEPARATE) {
+      keep(weights);
+      release(Q_EMPTY + 8 * q.stage);
+    }
+    keep(s);
+    weigh<MASKED>(s, next.stage, weights, none);
+    keep(weights);
+    await(O_FULL, done + 1);
+    issue_dv(done + 1);
+    if constexpr (OURS || SEPARATE) wgmma::wait<1>();
+    if constexpr (SEPARATE) {
+      keep(gradients);
+      release(Q_EMPTY + 8 * q.stage);
+    }
+    if constexpr (OURS) {
+      keep(dq);
+      release(DS_EMPTY + 8 * buffer(done - 1));
+      add(previous);
+    }
+    q = next;
+    done++;
+    advance();
+  }
+
+  // All blocks but the last. PARITY: of the blocks whose dQ is this warpgroup's, where they take turns.
+  template <bool PARITY> DEVICE void walk(int last) {
+    int i = 0;
+    if (last > 0) {
+      step<true, false>();
+      i = 1;
+    }
+    if constexpr (HALVES) {
+#pragma unroll 1
+      for (; i < last; i++) {
+        if (is_clear(m)) step<false, true>();
+        else step<true, true>();
+      }
+    } else {
+#pragma unroll 1
+      for (; i + 1 < last; i += 2) {
+        if (is_clear(m) && is_clear(after(m))) {
+          step<false, !PARITY>();
+          step<false, PARITY>();
+        } else {
+          step<true, !PARITY>();
+          step<true, PARITY>();
+        }
+      }
+      if (i < last) step<true, !PARITY>();
+    }
+  }
+
+  DEVICE void load_keys() {
+#pragma unroll
+    for (int k = 0; k < (K_STEPS > V_STEPS ? K_STEPS : V_STEPS); k++) {
+      u32 at = (group * 64 + warp * 16 + (lane & 15)) * ROW + k % 4 * 32 + (lane >> 4) * 16;
+      at = (at ^ (at >> 7 & 7) << 4) + k / 4 * KEYS * ROW;
+      if (k < K_STEPS) load_matrix(k_words + 4 * k, smem + K_AT + at);
+      if (k < V_STEPS) load_matrix(v_words + 4 * k, smem + V_AT + at);
+    }
+  }
+  DEVICE static void load_matrix(u32* to, u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(at) : "memory");
+  }
+
+  DEVICE void run() {
+    u32 none[1];
+    while (begin()) {
+#pragma unroll
+      for (int i = 0; i < D / 2; i++) dk[i] = 0.f;
+#pragma unroll
+      for (int i = 0; i < DV / 2; i++) dv[i] = 0.f;
+      if constexpr (KV_IN_REGISTERS) load_keys();
+      await_q(q);
+      issue_s(q.stage);
+      wgmma::wait<0>();
+      keep(s);
+      weigh<true>(s, q.stage, weights, none);
+      keep(weights);
+      advance();
+      await(O_FULL, done);
+      issue_dv(done);
+      const int count = steps();
+      if (HALVES || group == 0) walk<false>(count - 1);
+      else walk<true>(count - 1);
+      // the last block, and dQ of the last two
+      issue_dp();
+      wgmma::wait<0>();
+      keep(weights);
+      keep(dp);
+      make_ds();
+      issue_dk();
+      wgmma::wait<0>();
+      keep_gradients();
+      release(Q_EMPTY + 8 * q.stage);
+      if constexpr (WANT_Q) {
+#pragma unroll 1
+        for (int i = max(0, count - 2); i < count; i++) {
+          if (!HALVES && (i & 1) != group) continue;
+          const u32 n = done - (count - 1 - i);
+          await(DS_FULL, n);
+          issue_dq(n);
+          wgmma::wait<0>();
+          keep(dq);
+          release(DS_EMPTY + 8 * buffer(n));
+          add(i == count - 1 ? current : previous);
+        }
+      }
+      q.advance();
+      done++;
+      __syncwarp();
+      release(KV_EMPTY);
+      if constexpr (WANT_K) store<D>(dk, p.dk, p.dk_strides, p.grad_scale);
+      if constexpr (WANT_V) store<DV>(dv, p.dv, p.dv_strides, 1.f);
+    }
+    finish_additions();
+  }
+};

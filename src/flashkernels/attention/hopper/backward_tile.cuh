@@ -1,0 +1,277 @@
+// What the consumers of both kinds have in common: where they are in the walk over query blocks, weights from scores,
+// dS and dQ on their ways, and dK and dV to memory.
+//
+// Scores lie on their side: Sᵀ = K·Qᵀ. A wgmma accumulator gives each thread two keys, 8 apart: element 4j + e of Sᵀ is
+// of key e / 2 and query 8j + e % 2, counted from the query 2 * (lane % 4) of the block.
+#pragma once
+#include "backward_rows.cuh"
+#include "wgmma.cuh"
+
+constexpr int SCORES = BLOCK / 2;  // of a thread
+constexpr int WORDS = BLOCK / 4;   // registers of P or dS, 16 bits an element
+
+DEVICE uint4 load_shared(u32 at) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory");
+  return x;
+}
+DEVICE void store_shared(u32 at, uint4 x) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+DEVICE float2 load_pair(u32 at) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
+  return x;
+}
+DEVICE float4 load_four(u32 at) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at) : "memory");
+  return x;
+}
+// Before the copy engine or a wgmma may read what ordinary stores wrote.
+DEVICE void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+struct Tile {
+  const Params& p;
+  const u32 smem;
+  const int group, warp, lane;
+  Mailbox mail;
+  mbarrier::Ring<Q_STAGES> q;
+  u32 done = 0;  // query blocks so far, in all tiles: buffers of dO and dS alternate
+  u32 kv_phase = 0;
+  Work w;
+  Queries queries;
+  int first_key;               // of this warpgroup
+  int clear_from, clear_to;    // query blocks in between see all of this warpgroup's keys
+  int lowest[2], highest[2];   // queries that see the thread's two keys, less 2 * (lane % 4)
+  int m, block, head;          // the next block to compute scores of: in its head, in all, and whose
+  int current, previous;       // blocks whose dS is next, and whose dQ
+  float slope;
+
+  DEVICE Tile(const Params& p, u32 smem, int group, int warp, int lane)
+      : p(p), smem(smem), group(group), warp(warp), lane(lane), mail(smem, 0), q(0) {}
+
+  // --- buffers
+
+  DEVICE void release(int barrier) {
+    if (lane == 0) mbarrier::arrive(smem + barrier);
+  }
+  DEVICE void await_q(const mbarrier::Ring<Q_STAGES>& at) { mbarrier::wait(smem + Q_FULL + 8 * at.stage, at.phase); }
+  // Of block n, counted like `done`: which buffer, and the parity of its round.
+  DEVICE static u32 buffer(u32 n) { return n & 1; }
+  DEVICE static u32 parity(u32 n) { return n >> 1 & 1; }
+  DEVICE void await(int barriers, u32 n) { mbarrier::wait(smem + barriers + 8 * buffer(n), parity(n)); }
+  DEVICE void await_empty(int barriers, u32 n) { mbarrier::wait(smem + barriers + 8 * buffer(n), parity(n) ^ 1); }
+
+  // --- one tile of keys
+
+  // Takes the next tile and waits for its K and V. False: there is none.
+  DEVICE bool begin() {
+    w = mail.get(p, lane);
+    if (w.id < 0) return false;
+    queries = queries_of(p, w);
+    first_key = w.block * KEYS + (PAIRED ? 0 : group * 64);
+    const int shift = w.seq_k - w.seq_q;
+    clear_from = 0;
+    clear_to = first_key + 64 > w.seq_k ? 0 : VARLEN ? w.seq_q / BLOCK : queries.end;
+    if (RIGHT) clear_from = ceil_div(max(0, first_key + 63 - shift - p.right), BLOCK);
+    if (LEFT) clear_to = min(clear_to, max(0, first_key - shift + p.left + 1) / BLOCK);
+    mbarrier::wait(smem + K_FULL, kv_phase);
+    mbarrier::wait(smem + V_FULL, kv_phase);
+    kv_phase ^= 1;
+    u32 bad = 0;
+    if (HIDES) bad = clean();
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const int key = first_key + warp * 16 + lane / 4 + 8 * r, from = 2 * (lane & 3);
+      lowest[r] = RIGHT ? key - shift - p.right - from : -(1 << 30);
+      highest[r] = (LEFT ? min(w.seq_q - 1, key - shift + p.left) : w.seq_q - 1) - from;
+      if (key >= w.seq_k || (HIDES && bad >> (4 * r) & 1)) lowest[r] = 1 << 30;
+    }
+    m = queries.first;
+    head = w.head * p.group;
+    block = first_block(p, w.batch, w.q_row, head) + m;
+    take_slope();
+    return true;
+  }
+
+  DEVICE int steps() const { return queries.count() * p.group; }
+  DEVICE bool is_clear(int m) const { return m >= clear_from && m < clear_to; }
+  // The block after `m`: the walk goes through all query heads of the group.
+  DEVICE int after(int m) const { return m + 1 == queries.end ? queries.first : m + 1; }
+
+  DEVICE void advance() {
+    previous = current;
+    current = block;
+    block++;
+    if (++m == queries.end) {
+      m = queries.first;
+      block += p.blocks - queries.count();
+      head++;
+      take_slope();
+    }
+  }
+  DEVICE void take_slope() {
+    if (ALIBI) slope = p.slopes[w.batch * p.slope_batch + min(head, p.heads - 1)] * LOG2E;
+  }
+
+  // A NaN or Inf in K or V: a weight of 0 does not take it away. A row that may see it shows it in its level; so here
+  // it becomes 0, and its key hidden. Returns, in bits 0 and 4, whether the thread's two keys are such.
+  DEVICE u32 clean() {
+    const u32 thread = group * 128 + warp * 32 + lane;
+    bool mine = false;
+#pragma unroll 4
+    for (u32 at = thread * 16; at < K_TILE + V_TILE; at += 256 * 16) mine |= has_bad(load_shared(smem + K_AT + at));
+    if (!named_barrier::any(1, 256, mine)) return 0;
+    if (thread < 4) asm volatile("st.shared.u32 [%0], %1;" ::"r"(smem + BAD_AT + 4 * thread), "r"(0) : "memory");
+    named_barrier::sync(1, 256);
+#pragma unroll 1
+    for (u32 at = thread * 16; at < K_TILE + V_TILE; at += 256 * 16) {
+      const uint4 x = load_shared(smem + K_AT + at);
+      if (!has_bad(x)) continue;
+      store_shared(smem + K_AT + at, finite(x));
+      const u32 key = at % (KEYS * ROW) / ROW;
+      if (at < K_TILE)
+        asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(smem + BAD_AT + key / 32 * 4), "r"(1u << key % 32) : "memory");
+    }
+    publish_shared();
+    named_barrier::sync(1, 256);
+    clear_to = 0;
+    u32 bits;
+    const u32 key = (PAIRED ? 0 : group * 64) + warp * 16 + lane / 4;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(bits) : "r"(smem + BAD_AT + key / 32 * 4) : "memory");
+    bits >>= key % 32;
+    return (bits & 1) | (bits >> 8 & 1) << 4;
+  }
+
+  // --- weights and dS
+
+  // Of queries 8j + 2 * (lane % 4), the next one, and the same two 8 further on.
+  DEVICE float4 statistics(u32 from, int j) const {
+    if (BULK) return load_four(from + 16 * (lane & 3) + 32 * j);
+    const float2 a = load_pair(from + 8 * (lane & 3) + 32 * j), b = load_pair(from + 8 * (lane & 3) + 32 * j + 32);
+    return {a.x, a.y, b.x, b.y};
+  }
+
+  // P = 2^(logit - level) in 16 bits, of block m; with a softcap also P * (1 - tanh²), which dS is made of.
+  template <bool MASKED>
+  DEVICE void weigh(const float (&s)[SCORES], int stage, u32 (&weights)[WORDS], u32 (&capped)[SOFTCAP ? WORDS : 1]) {
+    const u32 levels = smem + LEVEL_AT + STATISTICS * stage;
+    int low[2], high[2];
+    float away[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      low[r] = lowest[r] - m * BLOCK;
+      high[r] = highest[r] - m * BLOCK;
+      if (ALIBI)
+        away[r] = (float)(m * BLOCK + 2 * (lane & 3) + w.seq_k - w.seq_q - first_key - warp * 16 - lane / 4 - 8 * r);
+    }
+#pragma unroll
+    for (int j = 0; j < BLOCK / 8; j += 2) {
+      const float4 four = statistics(levels, j);
+      const float level[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          float weight[2], rest[2];
+#pragma unroll
+          for (int e = 0; e < 2; e++) {
+            const int at = 8 * (j + half) + e;
+            const float score = s[4 * (j + half) + 2 * r + e];
+            float x;
+            if (SOFTCAP) {
+              const float t = tanh_approx(score * p.scale);
+              rest[e] = fmaf(-t, t, 1.f);
+              x = fmaf(p.softcap, t, -level[2 * half + e]);
+            } else {
+              x = fmaf(score, p.scale, -level[2 * half + e]);
+            }
+            if (ALIBI) x = fmaf(-slope, fabsf(away[r] + at), x);
+            // After the level was subtracted, which may be NaN.
+            if (MASKED && (at < low[r] || ((LEFT || VARLEN) && at > high[r]))) x = -INF;
+            weight[e] = exp2_approx(x);
+          }
+          const int word = 2 * (j + half) + r;
+          weights[word] = pack(weight[0], weight[1]);
+          if constexpr (SOFTCAP) capped[word] = pack(weight[0] * rest[0], weight[1] * rest[1]);
+        }
+    }
+  }
+
+  // dSᵀ = Pᵀ * (dPᵀ - delta). `words` and `weights` may be the same registers.
+  DEVICE void differentiate(const float (&dp)[SCORES], const u32* weights, u32* words) const {
+    const u32 deltas = smem + DELTA_AT + STATISTICS * buffer(done);
+#pragma unroll
+    for (int j = 0; j < BLOCK / 8; j += 2) {
+      const float4 delta = statistics(deltas, j);
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const u32 a = weights[2 * j + r], b = weights[2 * j + 2 + r];
+        const int x = 4 * j + 2 * r, y = x + 4;
+        words[2 * j + r] = pack(low(a) * (dp[x] - delta.x), high(a) * (dp[x + 1] - delta.y));
+        words[2 * j + 2 + r] = pack(low(b) * (dp[y] - delta.z), high(b) * (dp[y + 1] - delta.w));
+      }
+    }
+  }
+
+  // dSᵀ to shared memory as [query][key], chunks of 64 keys: the A operand of dQ.
+  DEVICE void put_ds(const u32* words) {
+    const int chunk = PAIRED ? 0 : group;
+    const u32 column = (32 * warp + (lane >> 3 & 1) * 16) ^ (lane & 7) << 4;
+    const u32 row = (lane >> 4) * 8 + (lane & 7);
+    const u32 to = smem + DS_AT + DS_TILE * buffer(done) + (chunk * BLOCK + row) * ROW + column;
+    await_empty(DS_EMPTY, done);
+#pragma unroll
+    for (int k = 0; k < BLOCK / 16; k++)
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                   ::"r"(to + row_step(k)), "r"(words[4 * k]), "r"(words[4 * k + 1]), "r"(words[4 * k + 2]),
+                   "r"(words[4 * k + 3]) : "memory");
+    publish_shared();
+    __syncwarp();
+    release(DS_FULL + 8 * buffer(done));
+  }
+
+  // --- dQ, dK and dV
+
+  // N columns from `column` on of block `to`'s dQ are added to its sums: 512 contiguous bytes of a warp at a time. The
+  // last columns may be past the head's end.
+  template <int N> DEVICE void add_dq(const float (&dq)[N / 2], int to, int column) {
+    float* sums = p.sums + (i64)to * (BLOCK * D) + warp * 16 * D + column * 16;
+    const int columns = min(N, D - column);
+    if constexpr (BULK) {
+      const u32 staged = smem + SUMS_AT + (group * 4 + warp) * N * 64;
+      if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+      __syncwarp();
+#pragma unroll
+      for (int j = 0; j < N / 8; j++)
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
+                     ::"r"(staged + j * 512 + lane * 16), "f"(dq[4 * j]), "f"(dq[4 * j + 1]), "f"(dq[4 * j + 2]),
+                     "f"(dq[4 * j + 3]) : "memory");
+      publish_shared();
+      __syncwarp();
+      if (lane == 0)
+        asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+                     "cp.async.bulk.commit_group;" ::"l"(sums), "r"(staged), "r"(columns * 64) : "memory");
+    } else {
+#pragma unroll
+      for (int j = 0; j < N / 8; j++)
+        if (D % N == 0 || 8 * j < columns)
+          asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+                       ::"l"(sums + lane * 4 + j * 128), "f"(dq[4 * j]), "f"(dq[4 * j + 1]), "f"(dq[4 * j + 2]),
+                       "f"(dq[4 * j + 3]) : "memory");
+    }
+  }
+  // Additions that the copy engine has not made yet read shared memory: no block leaves before.
+  DEVICE void finish_additions() {
+    if (BULK && lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  }
+
+  template <int N> DEVICE void store(const float (&sum)[N / 2], u16* data, const Strides& strides, float factor) {
+    const int key = first_key + warp * 16 + lane / 4;
+    u16* to = data + w.batch * strides.batch + w.head * strides.head + (i64)(w.k_row + key) * strides.seq;
+    store_rows<N>(sum, factor, to, strides.seq, w.seq_k - key, lane);
+  }
+};

@@ -1,0 +1,88 @@
+"""Which gradients the Hopper backward can make, and how it cuts a problem."""
+
+from __future__ import annotations
+
+from flashkernels.attention.hopper.backward_source import SHARED_LIMIT as SHARED_LIMIT, BackwardTile, BackwardVariant
+from flashkernels.attention.problem import AttentionProblem, BackwardProblem
+from flashkernels.hardware import Gpu
+
+
+def rejects(problem: BackwardProblem, gpu: Gpu | None) -> str | None:
+    """Why the Hopper backward cannot serve, or None."""
+    call = problem.call
+    if call.device != "cuda" or gpu is None:
+        return f"needs a Hopper GPU, the tensors are on {call.device}"
+    if gpu.capability != (9, 0):
+        return f"needs compute capability 9.0, {gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}"
+    if call.dtype not in ("fp16", "bf16"):
+        return f"has no {call.dtype} kernel"
+    for name, dim in (("head_dim", call.head_dim), ("head_dim of v", call.head_dim_v)):
+        if dim % 8:
+            return f"{name}={dim} is not a multiple of 8: TMA cannot address its rows"
+        if not 16 <= dim <= 256:
+            return f"{name}={dim} is not in 16 to 256"
+    if call.mask:
+        return "takes no mask tensor"
+    if call.page_size:
+        return "takes no paged K and V"
+    if call.dropout_p:
+        return "has no dropout"
+    if "alibi_slopes" in problem.wanted:
+        return "has no gradient of the ALiBi slopes"
+    if not problem.saved:
+        return "needs the output and the log-sum-exp, which this forward did not keep"
+    if call.unaddressable:
+        return f"TMA cannot read {call.unaddressable}"
+    if min(call.total_q, call.total_k, call.heads) == 0:
+        return "an empty problem has nothing to load"
+    return None
+
+
+def choose(problem: BackwardProblem) -> BackwardVariant:
+    """The variant to compile.
+
+    A kernel of its own for dQ computes 7 products instead of 5, but adds nothing in memory: the additions of tiles of
+    64 keys, 8.6 GB at D=256 (B=4, S=4096, H=8), would take 4.8 ms at the 1.8 TB/s that the L2 was seen to add (H200,
+    2026-11-15), and the products take 1.9 ms at best.
+    """
+    call, wanted = problem.call, problem.wanted
+    left, right = call.band
+    tile = tile_of(call)
+    return BackwardVariant(
+        call.head_dim, call.head_dim_v, tile, fp16=call.dtype == "fp16", left=left >= 0, right=right >= 0,
+        softcap=call.softcap, alibi=call.alibi, varlen=call.varlen, own_dq=problem.deterministic or tile.paired,
+        want_q="q" in wanted, want_k="k" in wanted, want_v="v" in wanted,
+    )  # fmt: skip
+
+
+def tile_of(call: AttentionProblem) -> BackwardTile:
+    left, right = call.band
+    return by_dimension(
+        call.head_dim, call.head_dim_v, softcap=call.softcap, hides=left >= 0 or right >= 0 or call.varlen,
+        crowded=left >= 0 or call.alibi or call.varlen,
+    )  # fmt: skip
+
+
+# Of a consumer thread's 240 registers, what operands and accumulators may take: with more, ptxas spills or serialises.
+# More than a causal mask takes more for itself.
+OPERANDS, CROWDED = 212, 204
+
+
+def by_dimension(dim: int, dim_v: int, *, softcap: bool, hides: bool, crowded: bool) -> BackwardTile:
+    """The fastest of the prototype's at 64, 72, 96 and 128 (H200, 2026-11-15, B=4, S=4096), and their neighbours.
+
+    K and V in registers gave 5 to 6 % at 64 and 72; separate registers for dS 2 % without hidden keys, and a loss of 2
+    to 7 % with (72: nothing); the copy engine's additions 8 % at 128, and nothing below.
+    """
+    wide = max(dim, dim_v)
+    if softcap or wide > 128:
+        return BackwardTile(paired=True, q_stages=2)
+    most = CROWDED if crowded else OPERANDS
+    used = dim // 2 + dim_v // 2 + 32 + 16  # dK, dV, S and P
+    halves = dim == 64 or used + dim // 2 > most
+    used += 32 if halves else max(32, dim // 2)  # dP, and then dQ
+    keys = 4 * (-(-dim // 16) + -(-dim_v // 16))
+    kv_in_registers = wide <= 72 and used + keys <= most
+    used += keys if kv_in_registers else 0
+    separate = (not hides or wide == 72) and not crowded and used + 16 <= most
+    return BackwardTile(halves=halves, kv_in_registers=kv_in_registers, separate=separate, bulk=halves and dim > 64)

@@ -1,0 +1,365 @@
+"""The Hopper backward against autograd of the oracle in fp64, on a GPU. The tolerance is twice plain torch's error.
+
+Its table row stands alone here: a call that it cannot serve fails, and none is served by another backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+from torch import Tensor
+
+import flashkernels as fk
+import flashkernels.attention.api as api
+from flashkernels.attention.hopper import backward_tiles
+from flashkernels.dispatch import Impl, UnsupportedError
+
+from .cases import EVERYTHING, NO_MASK, Ragged, Shape, keywords, pairs, qkv, ragged
+from .gpu import (
+    INF,
+    LENGTHS,
+    NAN,
+    dtype_id,
+    head_first,
+    misaligned,
+    new_memory_is_nan,
+    odd_rows,
+    on_hopper,
+    sequence_first,
+    spread,
+    syncs_are_errors,
+    wide_rows,
+)
+from .gradients import check as check_gradients, check_varlen as check_gradients_varlen, leaves
+from .test_properties import Call, calls, lengths
+
+pytestmark = [pytest.mark.gpu, on_hopper]
+
+IMPL = "hopper"
+LARGE = Shape(b=2, sq=300, sk=420, h=4, hkv=2, d=72)
+KINDS = (64, 72, 96, 112, 128, 192)  # one head dimension of each kind of tile
+WITHOUT_SLOPES = ("sinks",)  # of the ALiBi slopes it makes no gradient
+
+each_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+each_kind = pytest.mark.parametrize("dim", KINDS)
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    row = Impl("hopper", "flashkernels.attention.hopper.backward", rejects=backward_tiles.rejects)
+    monkeypatch.setattr(api, "BACKWARD_IMPLS", (row,))
+    monkeypatch.setattr(api, "_backward_plans", {})
+    with new_memory_is_nan():  # an element that nobody writes is seen
+        yield
+
+
+@pytest.fixture(params=[False, True], ids=["adds", "own"])
+def own_dq(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """dQ by additions in memory, and by a kernel of its own, whatever the problem would take."""
+    choose, own = backward_tiles.choose, bool(request.param)
+    monkeypatch.setattr(backward_tiles, "choose", lambda problem: replace(choose(problem), own_dq=own))
+    return own
+
+
+def sides(features: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(name for name in WITHOUT_SLOPES if name in features)
+
+
+def cuda(shape: Shape, dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return qkv(shape, dtype, device="cuda", **options)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, **features: Any) -> tuple[Tensor, ...]:
+    return check_gradients(q, k, v, impl=IMPL, also=sides(features), **features)
+
+
+def check_varlen(batch: Ragged, **features: Any) -> tuple[Tensor, ...]:
+    return check_gradients_varlen(batch, impl=IMPL, also=sides(features), **features)
+
+
+# Features
+
+
+@each_half
+@pytest.mark.parametrize("feature", NO_MASK)
+def test_feature_alone(feature: str, dtype: torch.dtype) -> None:
+    check(*cuda(LARGE, dtype), **keywords(feature, LARGE, "cuda"))
+
+
+@pytest.mark.parametrize("both", pairs(NO_MASK))
+def test_pair_of_features(both: str) -> None:
+    shape = LARGE.but(sq=420, sk=300)  # more queries than keys: causal leaves rows that see nothing
+    check(*cuda(shape), **keywords(both, shape, "cuda"))
+
+
+@each_kind
+@pytest.mark.parametrize("feature", ["causal", "window", "left", "softcap", "alibi2d+causal", "+".join(EVERYTHING)])
+def test_feature_with_each_kind_of_tile(dim: int, feature: str, own_dq: bool) -> None:
+    shape = LARGE.but(d=dim)
+    check(*cuda(shape), **keywords(feature, shape, "cuda"))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_scale_of_any_sign(scale: float) -> None:
+    check(*cuda(LARGE), softmax_scale=scale, causal=True)
+
+
+@pytest.mark.parametrize("sink", [-INF, -1e4, 1e4], ids=str)
+def test_extreme_sink(sink: float) -> None:
+    check(*cuda(LARGE), sinks=torch.full((LARGE.h,), sink, device="cuda"), causal=True)
+
+
+# Shapes
+
+
+@pytest.mark.parametrize("dim", range(16, 257, 8))
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_head_dimension(dim: int, causal: bool) -> None:
+    check(*cuda(LARGE.but(d=dim, h=2, hkv=1)), causal=causal)
+
+
+DIMS = [(16, 40), (40, 16), (192, 128), (128, 192), (64, 256), (256, 64), (64, 128), (128, 64), (104, 72), (120, 16)]
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_head_dimension_of_v_differs(dims: tuple[int, int]) -> None:
+    check(*cuda(LARGE.but(d=dims[0], dv=dims[1])), causal=True)
+
+
+@each_kind
+@pytest.mark.parametrize("heads", [(6, 2), (7, 1), (3, 3)], ids=lambda h: f"{h[0]}:{h[1]}")
+def test_gradients_of_k_and_v_sum_over_their_query_heads(heads: tuple[int, int], dim: int, own_dq: bool) -> None:
+    shape = LARGE.but(h=heads[0], hkv=heads[1], d=dim)
+    check(*cuda(shape), **keywords("causal+alibi+sinks", shape, "cuda"))
+
+
+@each_kind
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 300), (300, 1), (64, 64), (65, 129), (129, 65), (500, 128)], ids=str)
+def test_sequence_lengths(sizes: tuple[int, int], dim: int, own_dq: bool) -> None:
+    check(*cuda(LARGE.but(sq=sizes[0], sk=sizes[1], d=dim)), causal=True)
+
+
+@pytest.mark.parametrize("window", [(0, 0), (50, -1), (-1, 70), (100, 30)], ids=str)
+@pytest.mark.parametrize("sizes", [(100, 900), (900, 100), (600, 700)], ids=str)
+def test_windows(window: tuple[int, int], sizes: tuple[int, int], own_dq: bool) -> None:
+    check(*cuda(LARGE.but(sq=sizes[0], sk=sizes[1])), window=window)
+
+
+def test_more_tiles_than_multiprocessors() -> None:
+    check(*cuda(Shape(b=2, sq=700, sk=700, h=40, hkv=40, d=64)), causal=True)
+
+
+@each_half
+@pytest.mark.parametrize("feature", NO_MASK)
+def test_varlen(feature: str, dtype: torch.dtype) -> None:
+    shape = LARGE.but(b=len(LENGTHS[0]))
+    check_varlen(ragged(*LENGTHS, shape, dtype, device="cuda"), **keywords(feature, shape, "cuda"))
+
+
+@each_kind
+@pytest.mark.parametrize("feature", ["causal", "window", "+".join(EVERYTHING)])
+def test_varlen_with_each_kind_of_tile(dim: int, feature: str, own_dq: bool) -> None:
+    shape = LARGE.but(b=len(LENGTHS[0]), d=dim)
+    check_varlen(ragged(*LENGTHS, shape, torch.bfloat16, device="cuda"), **keywords(feature, shape, "cuda"))
+
+
+def test_varlen_of_very_many_sequences() -> None:
+    lens = [(7 * i) % 41 for i in range(300)]
+    shape = LARGE.but(b=len(lens))
+    check_varlen(ragged(lens, lens[::-1], shape, torch.bfloat16, device="cuda"), causal=True)
+
+
+READABLE = {"sequence-first": sequence_first, "head-first": head_first, "wide": wide_rows}
+UNREADABLE = {"misaligned": misaligned, "odd": odd_rows, "spread": spread}
+
+
+@pytest.mark.parametrize("change", READABLE.values(), ids=READABLE.keys())
+def test_any_strides_that_tma_reads(change: Any) -> None:
+    check(*map(change, cuda(LARGE)), causal=True)
+
+
+@pytest.mark.parametrize("change", [*READABLE.values(), *UNREADABLE.values()], ids=[*READABLE, *UNREADABLE])
+def test_any_strides_of_the_gradient(change: Any) -> None:
+    inputs = leaves(*cuda(LARGE))
+    out = fk.attention(*inputs, causal=True, impl=IMPL)
+    weight = torch.randn_like(out)
+    want = torch.autograd.grad(out, inputs, weight, retain_graph=True)
+    got = torch.autograd.grad(out, inputs, change(weight))
+    assert torch.equal(got[1], want[1]) and torch.equal(got[2], want[2])
+    torch.testing.assert_close(got[0], want[0], rtol=2**-7, atol=1e-4)  # dQ is summed in another order
+
+
+def test_a_gradient_expanded_from_one_number() -> None:
+    inputs = leaves(*cuda(LARGE))
+    out = fk.attention(*inputs, impl=IMPL)
+    want = torch.autograd.grad(out, inputs, torch.ones_like(out), retain_graph=True)
+    for got, w in zip(torch.autograd.grad(out.sum(), inputs), want, strict=True):
+        torch.testing.assert_close(got, w, rtol=2**-7, atol=1e-4)
+
+
+# What nobody sees
+
+
+@each_kind
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("value", [NAN, INF], ids=str)
+def test_poison_behind_the_causal_edge_reaches_no_other_row(which: str, value: float, dim: int, own_dq: bool) -> None:
+    q, k, v = cuda(Shape(b=1, sq=400, sk=400, h=2, hkv=1, d=dim))
+    clean = leaves(q, k, v)
+    weight = torch.randn(1, 400, 2, dim, device="cuda", dtype=q.dtype)
+    (want, *_) = torch.autograd.grad(fk.attention(*clean, causal=True, impl=IMPL), clean, weight)
+    {"k": k, "v": v}[which][:, 200:] = value
+    dirty = leaves(q, k, v)
+    (got, *_) = torch.autograd.grad(fk.attention(*dirty, causal=True, impl=IMPL), dirty, weight)
+    torch.testing.assert_close(got[:, :200], want[:, :200], rtol=2**-7, atol=1e-4)
+
+
+@each_kind
+def test_poisoned_queries_that_see_nothing_reach_no_gradient(dim: int, own_dq: bool) -> None:
+    q, k, v = cuda(Shape(b=1, sq=400, sk=250, h=2, hkv=1, d=dim))
+    weight = torch.randn(1, 400, 2, dim, device="cuda", dtype=q.dtype)
+    want = torch.autograd.grad(fk.attention(*(clean := leaves(q, k, v)), causal=True, impl=IMPL), clean, weight)
+    q[:, :150] = NAN
+    got = torch.autograd.grad(fk.attention(*(dirty := leaves(q, k, v)), causal=True, impl=IMPL), dirty, weight)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=2**-7, atol=1e-4)
+    assert (got[0][:, :150] == 0).all()
+
+
+@each_kind
+def test_a_poisoned_sequence_reaches_no_other(dim: int, own_dq: bool) -> None:
+    batch = ragged([100, 70, 130], [90, 70, 150], LARGE.but(b=3, d=dim), torch.bfloat16, device="cuda")
+    inputs = leaves(batch.q, batch.k, batch.v)
+    arguments = (*batch.args[3:],)
+    out = fk.attention_varlen(*inputs, *arguments, causal=True, impl=IMPL)
+    weight = torch.randn_like(out)
+    want = torch.autograd.grad(out, inputs, weight)
+    weight[100:170] = NAN
+    for x, rows in zip((batch.q, batch.k, batch.v), (slice(100, 170), slice(90, 160), slice(90, 160)), strict=True):
+        x[rows] = NAN
+    dirty = leaves(batch.q, batch.k, batch.v)
+    got = torch.autograd.grad(fk.attention_varlen(*dirty, *arguments, causal=True, impl=IMPL), dirty, weight)
+    for g, w, (a, b) in zip(got, want, ((100, 170), (90, 160), (90, 160)), strict=True):
+        for rows in (slice(0, a), slice(b, None)):
+            torch.testing.assert_close(g[rows], w[rows], rtol=2**-7, atol=1e-4)
+
+
+# What runs
+
+
+@each_kind
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "qv", "kv"])
+def test_what_nobody_wants_is_not_made(wanted: str, dim: int, own_dq: bool) -> None:
+    inputs = dict(zip("qkv", cuda(LARGE.but(d=dim)), strict=True))
+    all_of_them = leaves(*inputs.values())
+    out = fk.attention(*all_of_them, causal=True, impl=IMPL)
+    weight = torch.randn_like(out)
+    want = torch.autograd.grad(out, all_of_them, weight)
+    for name in wanted:
+        inputs[name].requires_grad_()
+    fk.attention(**inputs, causal=True, impl=IMPL).backward(weight)
+    for (name, x), w in zip(inputs.items(), want, strict=True):
+        if name not in wanted:
+            assert x.grad is None
+        elif name == "q":
+            torch.testing.assert_close(x.grad, w, rtol=2**-7, atol=1e-4)
+        else:
+            assert torch.equal(x.grad, w)
+
+
+@each_kind
+def test_gradients_have_the_same_bits_every_time(dim: int, own_dq: bool) -> None:
+    """All of them; where dQ is added up in memory, those of k and v."""
+    inputs = leaves(*cuda(LARGE.but(d=dim)))
+    out = fk.attention(*inputs, causal=True, impl=IMPL)
+    weight = torch.randn_like(out)
+    first = torch.autograd.grad(out, inputs, weight, retain_graph=True)
+    for _ in range(20):
+        again = torch.autograd.grad(out, inputs, weight, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in list(zip(again, first, strict=True))[0 if own_dq else 1 :])
+
+
+def test_the_host_never_waits() -> None:
+    batch = ragged(*LENGTHS, LARGE.but(b=len(LENGTHS[0])), torch.bfloat16, device="cuda")
+    inputs = leaves(batch.q, batch.k, batch.v)
+    (sinks,) = leaves(torch.rand(LARGE.h, device="cuda"))
+    for _ in range(2):  # the first time compiles
+        out = fk.attention_varlen(*inputs, *batch.args[3:], causal=True, sinks=sinks, impl=IMPL)
+        weight = torch.ones_like(out)
+        with syncs_are_errors():
+            torch.autograd.grad(out, [*inputs, sinks], weight)
+
+
+def test_peak_memory_is_the_statistics_and_one_dq() -> None:
+    shape = Shape(b=1, sq=8192, sk=8192, h=8, hkv=8, d=64)
+    inputs = leaves(*cuda(shape))
+    out = fk.attention(*inputs, causal=True, impl=IMPL)
+    weight = torch.ones_like(out)
+    torch.autograd.grad(out, inputs, weight, retain_graph=True)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    grads = torch.autograd.grad(out, inputs, weight)
+    rows = shape.sq * shape.h
+    extra = torch.cuda.max_memory_allocated() - before - sum(g.numel() * 2 for g in grads)
+    assert extra <= rows * (4 * shape.d + 2 * 4) + 2**20
+
+
+def test_a_graph_replays_it() -> None:
+    inputs = leaves(*cuda(LARGE))
+    weight = torch.randn_like(inputs[0])
+
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(fk.attention(*inputs, causal=True, impl=IMPL), inputs, weight)
+
+    want = both()
+    torch.cuda.synchronize()
+    torch.use_deterministic_algorithms(False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = both()
+    for _ in range(2):
+        graph.replay()
+    assert torch.equal(got[1], want[1]) and torch.equal(got[2], want[2])
+    torch.testing.assert_close(got[0], want[0], rtol=2**-7, atol=1e-4)
+
+
+def test_it_refuses_what_it_cannot_do() -> None:
+    q, k, v = leaves(*cuda(LARGE))
+    slopes = torch.rand(LARGE.h, device="cuda").requires_grad_()
+    out = fk.attention(q, k, v, alibi_slopes=slopes, impl=IMPL)
+    with pytest.raises(UnsupportedError, match="has no gradient of the ALiBi slopes"):
+        out.sum().backward()
+
+
+# Any call
+
+SIZES = st.sampled_from([*range(16, 257, 8)])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(calls(SIZES, [torch.float16, torch.bfloat16], 300, mask=False))
+def test_any_dense_call(call: Call) -> None:
+    if min(call.shape.b, call.shape.sq, call.shape.sk) == 0:
+        return
+    features = {**call.keywords(), "layout": call.layout}
+    check(*(x.cuda() for x in call.tensors()), **_on_gpu(features))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(calls(SIZES, [torch.float16, torch.bfloat16], 0, mask=False), lengths(200))
+def test_any_ragged_call(call: Call, lens: list[tuple[int, int]]) -> None:
+    if not (sum(q for q, _ in lens) and sum(k for _, k in lens)):
+        return
+    call = replace(call, shape=call.shape.but(b=len(lens)))
+    batch = call.ragged([q for q, _ in lens], [k for _, k in lens])
+    there = Ragged(*(x.cuda() if isinstance(x, Tensor) else x for x in batch.args))
+    check_varlen(there, **_on_gpu(call.keywords()))
+
+
+def _on_gpu(features: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.cuda() if isinstance(x, Tensor) else x for name, x in features.items()}

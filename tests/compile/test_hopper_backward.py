@@ -1,0 +1,205 @@
+"""The Hopper backward, compiled for sm_90a without a GPU: a sample, always the same, and in slow tests all variants."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, strategies as st
+
+from flashkernels.attention.hopper import backward_build as build, backward_source as source, backward_tiles as tiles
+from flashkernels.attention.hopper.backward import Params
+from flashkernels.attention.hopper.backward_build import DIMS, LOGITS, VARIANTS, label, variant
+from flashkernels.attention.hopper.backward_source import BackwardVariant
+from flashkernels.attention.problem import AttentionProblem, BackwardProblem
+from flashkernels.hardware import lookup
+from flashkernels.jit import nvrtc
+
+from .sass import loops, matrix, spills
+
+SAMPLE = (
+    *(variant(dim, right=right) for dim in (64, 72, 128, 256) for right in (False, True)),
+    variant(96),
+    variant(112, right=True),
+    variant(128, varlen=True, **LOGITS),
+    variant(128, softcap=True, fp16=True),
+    variant(72, want_q=False),
+    variant(192, 128, right=True),
+    variant(72, right=True, deterministic=True),
+    replace(variant(256, right=True), own_dq=False),
+)
+RARE = 24  # registers stored or loaded in a pass of the loop, where every feature of the logits comes together
+# A pointer of any type is 8 bytes.
+BYTES = {"TensorMap": 128, "Strides": 24, "i64": 8, "int": 4, "float": 4}
+
+
+@pytest.fixture(autouse=True)
+def _compiler() -> None:
+    try:
+        nvrtc.find()
+    except nvrtc.CompilerMissing as error:
+        pytest.skip(str(error))
+
+
+def depth(dim: int) -> int:
+    return -(-dim // 16)
+
+
+def products(one: BackwardVariant) -> int:
+    """wgmma instructions. One reduces over 16 columns, queries or keys; a block has 64 queries."""
+    s, dp, dq = depth(one.head_dim), depth(one.head_dim_v), one.tile.keys // 16 * one.adds_dq
+    dk, dv = 4 * one.want_k, 4 * one.want_v
+    if (
+        one.tile.paired
+    ):  # the first step has no dQ; of the first warpgroup, the others are there with a mask and without
+        weights = 3 * (s + dv) + 3 * dq * (one.dq_first > 0)
+        return weights + 2 * (dp + dk) + 2 * dq
+    # a tile's ends, once; a first step without dQ; then steps in a loop, with a mask and without
+    if one.tile.halves:
+        return s + dv + dp + dk + dq + (1 + 2) * (s + dv + dp + dk) + 2 * dq
+    # Steps come in pairs, one of them with dQ, and once more for an odd end; the whole walk for each warpgroup.
+    steps = 2 * (1 + 4 + 1)
+    return s + dv + dp + dk + dq + steps * (s + dv + dp + dk) + (4 + 1) * dq
+
+
+def walks(sass: str) -> list[list[str]]:
+    """The loops over query blocks: those with matrix instructions that have no other such loop inside."""
+    found = [set(body) for body in loops(sass) if matrix(body)]
+    inner = [body for body in found if not any(other < body for other in found)]
+    return [sorted(body) for body in inner]
+
+
+@pytest.mark.parametrize("one", SAMPLE, ids=label)
+def test_a_variant_is_compiled_as_it_should_be(one: BackwardVariant) -> None:
+    made = build.build(one)
+    assert made.faults == []
+    assert made.resources.shared == one.shared <= tiles.SHARED_LIMIT == 232448
+    assert made.resources.count("HGMMA") == products(one)
+    walk = walks(made.resources.sass)
+    assert walk and max(len(spills(body)) for body in walk) <= (RARE if one.left and one.varlen else 0)
+    if not (one.left or one.varlen or one.own_dq):
+        assert (made.spills, made.reloads) == (0, 0)
+    if made.own is not None:  # a first step, and in the loop one with a mask and one without
+        assert made.own.shared == one.own_shared
+        assert made.own.count("HGMMA") == 3 * (depth(one.head_dim) + depth(one.head_dim_v) + 4)
+        assert made.own.spills <= 8 and all(not spills(body) for body in walks(made.own.sass))
+
+
+@pytest.mark.slow
+def test_every_variant() -> None:
+    faults = {label(one): build.build(one).faults for one in VARIANTS}
+    assert {name: found for name, found in faults.items() if found} == {}
+
+
+def test_the_gate_sees_serialised_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel with a read of an accumulator in flight."""
+    files = dict(source.files())
+    broken = files["backward_split.cuh"].replace("    issue_dk();\n", "    issue_dk();\n    dk[0] += 1.f;\n", 1)
+    assert broken != files["backward_split.cuh"]
+    monkeypatch.setattr(source, "files", lambda: files | {"backward_split.cuh": broken})
+    assert any("wgmma is serialised" in fault for fault in build.build(variant(64)).faults)
+
+
+def test_the_list_is_distinct_and_has_every_flag_and_size() -> None:
+    assert len(VARIANTS) == len({*VARIANTS}) == len({label(one) for one in VARIANTS}) <= 150
+    for flag in ("fp16", "left", "right", "softcap", "alibi", "varlen", "own_dq", "want_q", "want_k", "want_v"):
+        assert {getattr(one, flag) for one in VARIANTS} == {False, True}, flag
+    for flag in ("paired", "halves", "kv_in_registers", "separate", "bulk"):
+        assert {getattr(one.tile, flag) for one in VARIANTS} == {False, True}, flag
+    assert {one.head_dim for one in VARIANTS} == {*range(16, 257, 8)}
+    assert all(one.shared <= tiles.SHARED_LIMIT for one in VARIANTS)
+
+
+# The parameters: Python and C++ lay out the same struct
+
+
+def declared() -> list[tuple[str, int]]:
+    """Name and size of each field of the C++ struct, in its order."""
+    text = re.search(r"struct Params \{(.*?)\n\};", source.files()["backward_params.cuh"], re.S)
+    assert text is not None
+    fields: list[tuple[str, int]] = []
+    for statement in re.sub(r"//.*", "", text[1]).split(";"):
+        words = re.match(r"\s*(?:const )?(\w+)\b(.*)", statement, re.S)
+        names = words[2].split(",") if words else []
+        fields += [(name.strip(" *\n"), 8 if "*" in name else BYTES[words[1]]) for name in names]
+    return fields
+
+
+def test_both_have_the_same_fields_in_the_same_order() -> None:
+    assert declared() == [(name, ctypes.sizeof(kind)) for name, kind in Params._fields_]
+
+
+def test_both_have_the_same_size() -> None:
+    size = -(-ctypes.sizeof(Params) // 64) * 64
+    program = f'#include "backward_params.cuh"\nstatic_assert(sizeof(Params) == {size}, "size");'
+    assert nvrtc.compile("layout.cu", program, source.headers(VARIANTS[0]))
+
+
+# What it takes
+
+CALL = AttentionProblem(batch=2, seq_q=64, seq_k=64, heads=4, kv_heads=2, head_dim=64)
+
+
+@pytest.mark.parametrize(
+    ("call", "options", "reason"),
+    [
+        ({"head_dim": 20}, {}, "head_dim=20 is not a multiple of 8: TMA cannot address its rows"),
+        ({"head_dim_v": 264}, {}, "head_dim of v=264 is not in 16 to 256"),
+        ({"head_dim": 8}, {}, "head_dim=8 is not in 16 to 256"),
+        ({"dtype": "fp32"}, {}, "has no fp32 kernel"),
+        ({"mask": "bool"}, {}, "takes no mask tensor"),
+        ({"dropout_p": 0.1}, {}, "has no dropout"),
+        ({"unaddressable": "k: why"}, {}, "TMA cannot read k: why"),
+        ({"seq_k": 0}, {}, "an empty problem has nothing to load"),
+        ({"device": "cpu"}, {}, "needs a Hopper GPU, the tensors are on cpu"),
+        ({}, {"saved": False}, "needs the output and the log-sum-exp, which this forward did not keep"),
+        ({"alibi": True}, {"wanted": ("q", "alibi_slopes")}, "has no gradient of the ALiBi slopes"),
+    ],
+    ids=lambda x: "-".join(map(str, x)) if isinstance(x, dict) else "",
+)
+def test_it_says_why_it_cannot_serve(call: dict[str, object], options: dict[str, object], reason: str) -> None:
+    changed = replace(CALL, **call)  # type: ignore[arg-type]
+    if not changed.varlen:
+        changed = replace(changed, total_q=0, total_k=0)
+    problem = BackwardProblem(changed, **{"wanted": ("q", "k", "v"), **options})  # type: ignore[arg-type]
+    assert tiles.rejects(problem, lookup("h200")) == reason
+
+
+def test_it_serves_hopper_only() -> None:
+    problem = BackwardProblem(CALL, ("q", "k", "v", "sinks"))
+    assert tiles.rejects(problem, lookup("h200")) is None
+    assert "needs compute capability 9.0" in str(tiles.rejects(problem, lookup("a100")))
+
+
+@given(
+    st.sampled_from(DIMS), st.sampled_from(DIMS), st.booleans(), st.booleans(), st.booleans(), st.booleans(),
+    st.booleans(), st.tuples(st.sampled_from([-1, 0, 300]), st.sampled_from([-1, 0, 300])),
+)  # fmt: skip
+def test_any_choice_is_legal(
+    dim: int,
+    dim_v: int,
+    softcap: bool,
+    alibi: bool,
+    varlen: bool,
+    causal: bool,
+    deterministic: bool,
+    window: tuple[int, int],
+) -> None:
+    call = replace(
+        CALL, head_dim=dim, head_dim_v=dim_v, softcap=softcap, alibi=alibi, varlen=varlen, causal=causal, window=window
+    )
+    one = tiles.choose(BackwardProblem(call, ("q", "v"), deterministic=deterministic))
+    tile = one.tile
+    assert one.shared <= tiles.SHARED_LIMIT
+    assert (one.left, one.right) == (window[0] >= 0, causal or window[1] >= 0)
+    assert (one.want_q, one.want_k, one.want_v) == (True, False, True)
+    assert one.own_dq == (one.tile.paired or deterministic) and one.own_shared <= tiles.SHARED_LIMIT
+    assert tile.paired or not (one.softcap or max(dim, dim_v) > 128)
+    if tile.paired:
+        assert not (tile.halves or tile.kv_in_registers or tile.separate or tile.bulk)
+        assert one.dq_first % 64 == 0 and one.dq_first <= 128 and 8 <= one.dq_columns <= 128
+    if tile.halves:
+        assert 2 * one.dq_columns >= dim and (dim % 16 == 0 or dim > 64)
+        assert not tile.bulk or dim > 64
