@@ -30,12 +30,15 @@ def weights_like(*tensors: Tensor) -> list[Tensor]:
 
 
 def gradients(outputs: tuple[Tensor, ...], inputs: list[Tensor]) -> tuple[Tensor, ...]:
-    """Of a weighted sum of the outputs. Of an empty batch the oracle has no graph: there they are zeros."""
-    if not any(x.requires_grad for x in outputs):
-        assert all(x.numel() == 0 for x in outputs)
-        return tuple(map(torch.zeros_like, inputs))
+    """Of a weighted sum of the outputs. Of an empty batch the oracle has no graph, or none of the log-sum-exp: there
+    they are zeros."""
     weights = [w.to(x) for w, x in zip(weights_like(*outputs), outputs, strict=True)]
-    return torch.autograd.grad(outputs, inputs, weights, materialize_grads=True)
+    assert all(x.requires_grad or x.numel() == 0 or x.isneginf().all() for x in outputs)
+    graph = [(x, w) for x, w in zip(outputs, weights, strict=True) if x.requires_grad]
+    if not graph:
+        return tuple(map(torch.zeros_like, inputs))
+    made, weighted = zip(*graph, strict=True)
+    return torch.autograd.grad(made, inputs, weighted, materialize_grads=True)
 
 
 def assert_same_gradients(

@@ -114,13 +114,14 @@ def _double(features: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ragged(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, **features: Any) -> Answer:
-    slopes = features.pop("alibi_slopes", None)
+    slopes, stay = features.pop("alibi_slopes", None), features.pop("stay", None)
     parts = []
     starts_q, starts_k = cu_q.tolist(), cu_k.tolist()
     for b in range(len(starts_q) - 1):
         rows, keys = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], starts_k[b + 1])
         one = slopes[b] if slopes is not None and slopes.dim() == 2 else slopes
-        parts.append(_dense(q[None, rows], k[None, keys], v[None, keys], alibi_slopes=one, **features))
+        left = None if stay is None else stay[b]
+        parts.append(_dense(q[None, rows], k[None, keys], v[None, keys], alibi_slopes=one, stay=left, **features))
     if not parts:
         out = q.new_zeros(0, q.shape[1], v.shape[2])
         return Answer(out, q.new_zeros(q.shape[1], 0), out)
@@ -130,8 +131,9 @@ def _ragged(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, **featu
 
 def _dense(
     q: Tensor, k: Tensor, v: Tensor, *, layout: str = "bshd", alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None, mask: Tensor | None = None, **features: Any,
+    sinks: Tensor | None = None, mask: Tensor | None = None, stay: Tensor | None = None, **features: Any,
 ) -> Answer:  # fmt: skip
+    """`stay` (B, H, S_q, S_k) says which weights dropout leaves; of a ragged batch it is a list, one for each."""
     if layout == "bshd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     batch, heads, seq_q, _ = q.shape
@@ -150,6 +152,7 @@ def _dense(
                     slope=None if alibi_slopes is None else alibi_slopes[b, h],
                     sink=None if sinks is None else sinks[h],
                     mask=None if mask is None else mask[b, h],
+                    stay=None if stay is None else stay[b, h],
                     **features,
                 )
             )  # fmt: skip
@@ -166,7 +169,7 @@ def _dense(
 def _head(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, softmax_scale: float | None = None,
     window: tuple[int, int] = (-1, -1), softcap: float = 0.0, slope: Tensor | None, sink: Tensor | None,
-    mask: Tensor | None, eight_bits: bool = False,
+    mask: Tensor | None, stay: Tensor | None = None, dropout_p: float = 0.0, eight_bits: bool = False,
 ) -> Answer:  # fmt: skip
     """One head of one sequence: q (S_q, D), k (S_k, D), v (S_k, D_v), mask (S_q, S_k), scalars slope and sink.
 
@@ -206,6 +209,8 @@ def _head(
     lse = torch.logsumexp(scores, 1) if scores.shape[1] else scores.new_zeros(seq_q)
     weights = _eight_bit_softmax(scores, seq_k) if eight_bits else torch.softmax(scores, 1)
     weights = weights[:, :seq_k].masked_fill(~visible, 0.0).to(v.dtype)
+    if stay is not None:
+        weights, visible = (weights / (1 - dropout_p)).masked_fill(~stay, 0.0), visible & stay
     return Answer(
         out=_weighted_sum(weights, visible, v),
         lse=lse.masked_fill(blind, float("-inf")),

@@ -105,7 +105,9 @@ def test_the_text_says_what_hopper_does(best: Any) -> None:
     tiles = 4 * 28 * -(-4096 // (64 * tile.groups))
     assert size == f"  {launch.variant.shared / 1024:.0f} KiB shared, {tiles} tiles, {tiles / 132:.2f} waves"
     assert f"roofline: compute bound, at least {best.floor * 1e6:.1f} µs" in lines
-    assert "predicted: no figure, this kernel has no cost model yet" in lines
+    assert best.predicted == launch.seconds > best.floor
+    (predicted,) = (line for line in lines if line.startswith("predicted: "))
+    assert predicted.startswith(f"predicted: {1e6 * launch.seconds:.1f} µs, ") and "% of the roofline" in predicted
     assert "strategies:" not in lines
 
 
@@ -116,6 +118,9 @@ def test_every_setting_of_a_hopper_tile_has_words() -> None:
     with fk.use_tile(tile=HopperTile(2, 64, 2, cluster=2, q_stages=2)):
         text = str(fk.explain("attention", problem=replace(PROBLEM, causal=False), gpu="h200"))
     assert "  128 rows x 64 keys, 2 stages, Q in 2 stages, 2 blocks share their loads" in text.splitlines()
+    text = str(fk.explain("attention", problem=replace(PROBLEM, head_dim=264, head_dim_v=264), gpu="h200"))
+    words = "  64 rows x 128 keys, 5 stages of 128 columns of K or 32 keys of V, 2 blocks share their loads"
+    assert words in text.splitlines()
 
 
 def test_one_query_a_head_packs_heads_and_splits_keys() -> None:
@@ -151,7 +156,7 @@ def test_use_tile_is_explained() -> None:
     ("change", "reason"),
     [
         ({"head_dim": 70, "head_dim_v": 70}, "head_dim=70 is not a multiple of 8: TMA cannot address its rows"),
-        ({"head_dim": 512, "head_dim_v": 512}, "head_dim=512 is not in 16 to 256"),
+        ({"head_dim": 8, "head_dim_v": 8}, "head_dim=8 is not in 16 to 512"),
         ({"dtype": "fp32"}, "has no fp32 kernel"),
         ({"mask": "bool"}, "takes no mask tensor"),
         ({"unaddressable": "k: its last dimension has stride 2, not 1"}, "TMA cannot read k: its last dimension"),

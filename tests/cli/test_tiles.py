@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flashkernels.attention.hopper.variants import VARIANTS, label
+from flashkernels.attention.hopper.wide_variants import WIDE
 from flashkernels.attention.triton.build import every_tile
 from flashkernels.cli import app
 from flashkernels.hardware import lookup
@@ -40,7 +41,8 @@ def test_it_lists_every_tile_of_a_gpu(key: str, least: int) -> None:
     assert all(TILE.fullmatch(line) for line in lines)
     assert any("bf16" in line for line in lines) and any("fp32" in line for line in lines)
     assert [line.split()[0] for line in lines] == [tile.name for tile, _ in every_tile(lookup(key))]
-    names = [f"{len(VARIANTS)} variants", *(f"  {label(variant)}" for variant in VARIANTS)]
+    every = (*VARIANTS, *WIDE)
+    names = [f"{len(every)} variants", *(f"  {label(variant)}" for variant in every)]
     assert hopper.splitlines() == (names if key == "h200" else [])
 
 
@@ -71,7 +73,7 @@ def test_a_variant_that_is_compiled_badly_fails_the_gate(monkeypatch: pytest.Mon
     result = CliRunner().invoke(app, ["tiles", "--gpu", "h100,h200", "--sample", "70", "--compile"])
     assert result.exit_code == 1
     assert f"  {label(VARIANTS[0])}: wgmma is serialised\n" in result.stderr
-    assert result.stderr.endswith(f"error: {len(VARIANTS[::70])} tiles do not fit\n")
+    assert result.stderr.endswith(f"error: {len((*VARIANTS, *WIDE)[::70])} tiles do not fit\n")
 
 
 @pytest.mark.parametrize(

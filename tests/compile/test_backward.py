@@ -48,6 +48,8 @@ def interior(sass: str) -> list[str]:
         pytest.param(64, {"causal": True}, id="64-causal"),
         pytest.param(72, EVERYTHING | {"mask": "float"}, id="72-everything"),
         pytest.param(256, {"causal": True}, id="256-causal"),
+        pytest.param(64, {"causal": True, "dropout_p": 0.1}, id="64-dropout"),
+        pytest.param(72, {"causal": True, "dropout_p": 0.1}, id="72-dropout"),
     ],
 )
 def test_a_tile_fits_and_hardly_spills(
@@ -58,6 +60,22 @@ def test_a_tile_fits_and_hardly_spills(
     record_property("spills", f"{made.spills} bytes, {len(spills(loop))} instructions in the interior loop")
     assert all(MATRIX[gpu.capability[0]] in line for line in matrix(loop))
     assert len(spills(loop)) <= (0 if head_dim <= 128 else RARE)
+
+
+@each_pass
+def test_dropout_runs_the_generator_once_for_four_weights(name: str) -> None:
+    """And what it keeps is in the thread that has the score: nothing is exchanged, by shared memory or shuffles."""
+    loop = interior(compiled(name, lookup("h200"), 128, dropout_p=0.1).sass)
+    plain = interior(compiled(name, lookup("h200"), 128).sass)
+
+    def count(body: list[str], *names: str) -> int:
+        return sum(any(f" {op}" in line for op in names) for line in body)
+
+    tile = getattr(backward_tiles.choose(replace(LARGE, head_dim=128, head_dim_v=128), lookup("h200")), name)
+    runs = tile.block_m * tile.block_n // (32 * tile.warps) // 4
+    assert count(loop, "STS", "SHFL", "BAR") == count(plain, "STS", "SHFL", "BAR")
+    # ten rounds of two exclusive or's, of which the first have constant parts
+    assert count(loop, "LOP3") - count(plain, "LOP3") <= 20 * runs + 64
 
 
 @each_pass

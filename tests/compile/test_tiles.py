@@ -31,6 +31,7 @@ each_case = pytest.mark.parametrize(
         pytest.param(64, {}, id="64"),
         pytest.param(72, CAUSAL, id="72-causal"),
         pytest.param(72, {"head_dim_v": 104}, id="72-104"),
+        pytest.param(72, CAUSAL | {"dropout_p": 0.1}, id="72-dropout"),
         pytest.param(72, EVERYTHING | {"mask": "float"}, id="72-everything"),
         pytest.param(80, {"mask": "bool"}, id="80-bool"),
         pytest.param(97, {}, id="97"),

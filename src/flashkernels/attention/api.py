@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashkernels import hardware
 from flashkernels.attention import sdpa
+from flashkernels.attention.dropout import seed_tensor
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.tensors import (
     Given,
@@ -23,7 +24,7 @@ from flashkernels.attention.tensors import (
     unaddressable,
 )
 from flashkernels.attention.triton import backward_tiles
-from flashkernels.attention.validation import LAYOUTS, check_cu_values, described
+from flashkernels.attention.validation import LAYOUTS, check_cu_values, check_dropout, described
 from flashkernels.dispatch import Impl, UnsupportedError, lacks_triton, leaves_the_cpu, select
 from flashkernels.hardware import GPUS, Gpu
 from flashkernels.jit.eager import unwatched
@@ -42,10 +43,15 @@ def needs_hopper(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
     for name, dim in (("head_dim", problem.head_dim), ("head_dim of v", problem.head_dim_v)):
         if dim % step:
             return f"{name}={dim} is not a multiple of {step}: TMA cannot address its rows"
-        if not 16 <= dim <= 256:
-            return f"{name}={dim} is not in 16 to 256"
+        most = 256 if problem.dtype == "fp8" else 512
+        if not 16 <= dim <= most:
+            return f"{name}={dim} is not in 16 to {most}"
+        if problem.page_size and dim > 256:
+            return f"{name}={dim} is over 256, with pages"
     if problem.mask:
         return "takes no mask tensor"
+    if problem.dropout_p:
+        return "has no dropout"
     if problem.page_size % 64:
         return f"page_size={problem.page_size} is not a multiple of 64"
     if problem.unaddressable:
@@ -124,7 +130,7 @@ def attention(
     window: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None, mask: Tensor | None = None, q_scale: Tensor | None = None,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None, layout: str = "bshd", return_lse: bool = False,
-    impl: str = "auto",
+    impl: str = "auto", dropout_p: float = 0.0, dropout_seed: int | Tensor | None = None, deterministic: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Softmax attention at any head dimension: `softmax(scale * Q Kᵀ + ...) V`, without an S x S buffer on a GPU.
 
@@ -148,6 +154,14 @@ def attention(
         layout: "bshd", or "bhsd" for (B, H, S, D) tensors, read by their strides without a copy.
         return_lse: also return the natural log-sum-exp of the logits, fp32.
         impl: "auto", or the name of the one implementation that must serve.
+        dropout_p: share of the softmax weights to drop, in [0, 1); those that stay are multiplied by 1 / (1 - p). The
+            log-sum-exp is that of all keys. A dropped key's value does not reach the output, not even a NaN.
+        dropout_seed: an int, or one int64 in a tensor on q's device, read by the kernels: the same seed drops the same
+            weights, whatever the implementation, and in the backward. None draws one from torch's generator of the
+            device. A CUDA graph replays an int as it was captured; a tensor is read again, and None draws again.
+        deterministic: makes the gradients the same to the bit in every run. The forward always is, and so are the
+            gradients of the `torch` and `triton` implementations. A backward that adds up a gradient in an order that
+            varies only serves with `deterministic=False`.
 
     Returns:
         The output (B, S_q, H, D_v) in q's dtype (bf16 for FP8) and the layout asked for; with `return_lse` also
@@ -167,7 +181,7 @@ def attention(
     out, lse = _call(
         Tensors(q, k, v, alibi_slopes, sinks, mask, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale), 0, 0, causal,
         softmax_scale, window, softcap, layout,
-        return_lse, impl,
+        return_lse, impl, dropout_p, deterministic, dropout_seed=dropout_seed,
     )  # fmt: skip
     if layout == "bhsd":
         out = out.transpose(1, 2)
@@ -179,7 +193,8 @@ def attention_varlen(
     *,
     causal: bool = False, softmax_scale: float | None = None, window: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, block_table: Tensor | None = None,
-    return_lse: bool = False, impl: str = "auto",
+    return_lse: bool = False, impl: str = "auto", dropout_p: float = 0.0, dropout_seed: int | Tensor | None = None,
+    deterministic: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`attention` of a ragged batch: sequences of any lengths (also 0) packed one after the other, without padding.
 
@@ -208,8 +223,9 @@ def attention_varlen(
             raise TypeError(f"{name} must be a torch.Tensor, got {type(cu).__name__}")
     tensors = Tensors(q, k, v, alibi_slopes, sinks, None, cu_seqlens_q, cu_seqlens_k, block_table)
     out, lse = _call(
-        tensors, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window, softcap, "bshd", return_lse, impl
-    )
+        tensors, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window, softcap, "bshd", return_lse, impl,
+        dropout_p, deterministic, dropout_seed=dropout_seed,
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
@@ -219,7 +235,8 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> AttentionPr
         "causal": False, "softmax_scale": None, "window": (-1, -1), "softcap": 0.0, "alibi_slopes": None, "sinks": None,
     }  # fmt: skip
     settings |= arguments
-    settings.pop("impl", None)
+    for name in ("impl", "dropout_seed", "deterministic"):
+        settings.pop(name, None)
     settings["need_lse"] = settings.pop("return_lse", False)
     if settings.get("layout") == "bhsd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -240,14 +257,14 @@ def _signature(tensors: Tensors | Given) -> tuple[Any, ...]:
 
 def _problem(
     tensors: Tensors, max_q: int, max_k: int, causal: bool, softmax_scale: float | None, window: tuple[int, int],
-    softcap: float, layout: str = "bshd", need_lse: bool = False,
+    softcap: float, layout: str = "bshd", need_lse: bool = False, dropout_p: float = 0.0,
 ) -> AttentionProblem:  # fmt: skip
-    q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k, block_table, q_scale, k_scale, v_scale = tensors
+    q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k, block_table, q_scale, k_scale, v_scale, _ = tensors
     return described(
         q, k, v, causal=causal, softmax_scale=softmax_scale, window=window, softcap=softcap, alibi_slopes=alibi_slopes,
         sinks=sinks, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table,
         q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
-        max_seqlen_q=max_q, max_seqlen_k=max_k, need_lse=need_lse, layout=layout,
+        max_seqlen_q=max_q, max_seqlen_k=max_k, need_lse=need_lse, dropout_p=dropout_p, layout=layout,
     )  # fmt: skip
 
 
@@ -261,11 +278,11 @@ def _addressed(problem: AttentionProblem, tensors: Tensors) -> AttentionProblem:
 
 def _plan(
     tensors: Tensors, max_q: int, max_k: int, causal: bool, softmax_scale: float | None, window: tuple[int, int],
-    softcap: float, layout: str, need_lse: bool, impl: str,
+    softcap: float, layout: str, need_lse: bool, impl: str, dropout_p: float,
 ) -> Run:  # fmt: skip
     """The prepared launch for tensors of this signature: validation, dispatch and tiling happen here, once."""
     problem = _addressed(
-        _problem(tensors, max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse), tensors
+        _problem(tensors, max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, dropout_p), tensors
     )
     gpu = hardware.detect(tensors.q.device) if problem.device == "cuda" else None
     return select(IMPLS, problem, gpu, impl).load().plan(problem, gpu, tensors)
@@ -273,17 +290,17 @@ def _plan(
 
 def _run(
     tensors: Tensors, max_q: int, max_k: int, causal: bool, softmax_scale: float | None, window: tuple[int, int],
-    softcap: float, layout: str, need_lse: bool, impl: str,
+    softcap: float, layout: str, need_lse: bool, impl: str, dropout_p: float,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     # 1, 1.0 and True are equal, but not equally valid: types are part of the key
-    types = (type(max_q), type(max_k), type(causal), type(softmax_scale), type(softcap), *map(type, window))
     key = (
-        _signature(tensors), max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, types,
-        override(),
+        _signature(tensors), max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, override(),
+        dropout_p, type(dropout_p), type(max_q), type(max_k), type(causal), type(softmax_scale), type(softcap),
+        *[type(side) for side in window],
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
-        plan = _plan(tensors, max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl)
+        plan = _plan(tensors, max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, dropout_p)
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
         _plans[key] = plan
@@ -297,22 +314,32 @@ def _run(
 
 def _call(
     tensors: Tensors, max_q: int, max_k: int, causal: bool, softmax_scale: float | None, window: tuple[int, int],
-    softcap: float, layout: str, need_lse: bool, impl: str,
+    softcap: float, layout: str, need_lse: bool, impl: str, dropout_p: float, deterministic: bool,
+    dropout_seed: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Straight to the kernel where nothing watches; through the registered op under compile, autograd and modes."""
     if isinstance(window, list):
         window = tuple(window)
-    settings = (max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl)
+    settings = (max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, dropout_p)
     device = tensors.q.device.type if isinstance(tensors.q, Tensor) else ""
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic={deterministic!r} must be a bool, got {type(deterministic).__name__}")
+    if (dropout_p != 0 or dropout_seed is not None) and device:
+        check_dropout(dropout_p, dropout_seed, tensors.q)
+        if dropout_p:
+            tensors = tensors._replace(dropout_seed=seed_tensor(dropout_seed, tensors.q.device))
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):
-            return _call(_autocast(tensors, device), *settings)
+            return _call(_autocast(tensors, device), *settings, deterministic, tensors.dropout_seed)
     if isinstance(window, tuple) and unwatched(tensors):
         return _run(tensors, *settings)  # type: ignore[return-value]
-    _problem(tensors, max_q, max_k, causal, softmax_scale, window, softcap)  # the same errors as eager
+    _problem(tensors, max_q, max_k, causal, softmax_scale, window, softcap, dropout_p=dropout_p)  # the errors of eager
     scale = tensors.q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     keep = need_lse or (_fusable(device, impl) and _tracked(tensors))
-    return attention_op(*tensors, max_q, max_k, causal, scale, window[0], window[1], softcap, layout, keep, impl)
+    return attention_op(
+        *tensors[:12], max_q, max_k, causal, scale, window[0], window[1], softcap, layout, keep, impl,
+        tensors.dropout_seed, dropout_p, deterministic,
+    )  # fmt: skip
 
 
 def _tracked(tensors: Tensors) -> bool:
@@ -342,12 +369,16 @@ def attention_op(
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, block_table: Tensor | None, q_scale: Tensor | None,
     k_scale: Tensor | None, v_scale: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, causal: bool,
     softmax_scale: float, window_left: int, window_right: int, softcap: float, layout: str, need_lse: bool, impl: str,
+    dropout_seed: Tensor | None = None, dropout_p: float = 0.0, deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     tensors = Tensors(
-        q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k, block_table, q_scale, k_scale, v_scale
-    )
+        q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k, block_table, q_scale, k_scale, v_scale,
+        dropout_seed,
+    )  # fmt: skip
     window = (window_left, window_right)
-    out, lse = _run(tensors, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window, softcap, layout, need_lse, impl)
+    out, lse = _run(
+        tensors, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, dropout_p
+    )
     return out, q.new_empty(0, dtype=lse_dtype(q)) if lse is None or not need_lse else lse
 
 
@@ -357,6 +388,7 @@ def _fake(
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, block_table: Tensor | None, q_scale: Tensor | None,
     k_scale: Tensor | None, v_scale: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, causal: bool,
     softmax_scale: float, window_left: int, window_right: int, softcap: float, layout: str, need_lse: bool, impl: str,
+    dropout_seed: Tensor | None = None, dropout_p: float = 0.0, deterministic: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     out = empty_output(q, v.shape[-1], layout)
     if not need_lse:
@@ -369,26 +401,29 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
         raise UnsupportedError("block_table: there are no gradients through the pages of a cache")
     if inputs[0].dtype == torch.float8_e4m3fn:
         raise UnsupportedError("q.dtype=torch.float8_e4m3fn: FP8 has no gradients")
-    *settings, need_lse, impl = inputs[12:]
+    *settings, need_lse, impl, dropout_seed, dropout_p, deterministic = inputs[12:]
     kept = output if need_lse and _fusable(inputs[0].device.type, impl) else (None, None)
-    ctx.save_for_backward(*inputs[:8], *kept)
+    ctx.save_for_backward(*inputs[:8], *kept, dropout_seed)
     ctx.set_materialize_grads(False)
     ctx.settings, ctx.has_lse = (*settings[:-1], impl), need_lse
+    ctx.dropout_p, ctx.deterministic = dropout_p, deterministic
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    *inputs, out, lse = ctx.saved_tensors
+    *inputs, out, lse, dropout_seed = ctx.saved_tensors
     q, v = inputs[0], inputs[2]
     wanted = list(ctx.needs_input_grad[:6])
     if not ctx.has_lse:  # what stands in for it is empty
         grad_lse = None
     if grad_out is None:
         if grad_lse is None:
-            return (None,) * 22
+            return (None,) * 25
         grad_out = q.new_zeros(()).expand(*q.shape[:-1], v.shape[-1])
-    grads = attention_backward_op(grad_out, grad_lse, out, lse, *inputs, *ctx.settings, wanted)
+    grads = attention_backward_op(
+        grad_out, grad_lse, out, lse, *inputs, *ctx.settings, wanted, dropout_seed, ctx.dropout_p, ctx.deterministic
+    )
     needed = [g if want else None for g, want in zip(grads, wanted, strict=True)]
-    return (*needed, *(None,) * 16)
+    return (*needed, *(None,) * 19)
 
 
 attention_op.register_autograd(_backward, setup_context=_setup)
@@ -403,16 +438,20 @@ def attention_backward_op(
     alibi_slopes: Tensor | None, sinks: Tensor | None, mask: Tensor | None, cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, causal: bool, softmax_scale: float,
     window_left: int, window_right: int, softcap: float, impl: str, wanted: list[bool],
+    dropout_seed: Tensor | None = None, dropout_p: float = 0.0, deterministic: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, alibi_slopes, sinks and mask; an empty tensor stands for one that nobody wants."""
-    tensors = Tensors(q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k)
+    tensors = Tensors(
+        q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k, dropout_seed=dropout_seed
+    )  # fmt: skip
     given = Given(grad_out, grad_lse, out, lse)
     settings = (max_seqlen_q, max_seqlen_k, causal, softmax_scale, (window_left, window_right), softcap)
-    key = (_signature(tensors), _signature(given), settings, impl, tuple(wanted))
+    key = (_signature(tensors), _signature(given), settings, impl, tuple(wanted), dropout_p, deterministic)
     run = _backward_plans.get(key)
     if run is None:
         names = tuple(name for name, want in zip(Tensors._fields, wanted, strict=False) if want)
-        problem = BackwardProblem(_problem(tensors, *settings), names, impl, saved=lse is not None)
+        call = _problem(tensors, *settings, dropout_p=dropout_p)
+        problem = BackwardProblem(call, names, impl, saved=lse is not None, deterministic=deterministic)
         gpu = hardware.detect(q.device) if q.is_cuda else None
         run = select(BACKWARD_IMPLS, problem, gpu).load().plan(problem, gpu, tensors, given)
         if len(_backward_plans) >= MOST_PLANS:
@@ -426,5 +465,5 @@ def attention_backward_op(
 def _fake_backward(
     grad_out: Tensor, grad_lse: Tensor | None, out: Tensor | None, lse: Tensor | None, *inputs: Any,
 ) -> list[Tensor]:  # fmt: skip
-    tensors, wanted = inputs[:6], inputs[-1]
+    tensors, wanted = inputs[:6], inputs[16]
     return [x.new_empty(x.shape) if want else tensors[0].new_empty(0) for x, want in zip(tensors, wanted, strict=True)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashkernels import hardware
-from flashkernels.attention.hopper import tiles as hopper_tiles
+from flashkernels.attention.hopper import cost, tiles as hopper_tiles
 from flashkernels.attention.hopper.source import HopperTile, Variant
 from flashkernels.attention.problem import AttentionProblem
 from flashkernels.attention.triton import tiles
@@ -30,6 +30,7 @@ class HopperLaunch:
     splits: int  # parts of the keys
     tiles: int  # of a ragged batch at most as many: the lengths are on the device
     waves: float  # tiles of each multiprocessor
+    seconds: float  # predicted
 
     @property
     def tile(self) -> HopperTile:
@@ -37,9 +38,10 @@ class HopperLaunch:
 
     @property
     def computed(self) -> tuple[int, int]:
-        """Columns that the instructions compute of a head: of Q·Kᵀ in steps of 16 (FP8: 32), of P·V in steps of 8."""
-        depth = 32 if self.variant.fp8 else 16
-        return -(-self.variant.head_dim // depth) * depth, -(-self.variant.head_dim_v // 8) * 8
+        """Columns that the instructions compute of a head: of Q·Kᵀ in steps of 16 (FP8: 32), of P·V in steps of 8 (wide
+        heads: of 8 in each half)."""
+        depth, depth_v = 32 if self.variant.fp8 else 16, 16 if self.variant.wide else 8
+        return -(-self.variant.head_dim // depth) * depth, -(-self.variant.head_dim_v // depth_v) * depth_v
 
     @property
     def waste(self) -> float:
@@ -88,6 +90,13 @@ class Explanation:
         compute = self.problem.flops() / self.gpu.peak[self.problem.dtype]
         return "compute" if compute >= self.problem.bytes() / self.gpu.bandwidth else "memory"
 
+    @property
+    def predicted(self) -> float | None:
+        """Seconds by the cost model of the kernel that serves; None where it has none."""
+        if self.hopper:
+            return self.hopper.seconds
+        return self.chosen.best.cost if self.chosen and self.chosen.best else None
+
     def __str__(self) -> str:
         p = self.problem
         lines = [f"{_title(p)} on {self.gpu.name if self.gpu else 'the CPU'}", "", f"implementation: {self.impl}"]
@@ -107,13 +116,9 @@ class Explanation:
         lines += ["", f"work: {flops / 1e9:.4g} GFLOP, {moved / 1e6:.4g} MB at least, {self.intensity:.0f} FLOP/byte"]
         if self.gpu and self.floor is not None:
             lines.append(f"roofline: {self.bound} bound, at least {self.floor * 1e6:.1f} µs")
-        if self.chosen and self.chosen.best:
-            cost = self.chosen.best.cost
-            rate = flops / cost / 1e12
-            share = (self.floor or 0) / cost
-            lines.append(f"predicted: {cost * 1e6:.1f} µs, {rate:.0f} TFLOPS, {share:.0%} of the roofline")
-        elif self.hopper:
-            lines.append("predicted: no figure, this kernel has no cost model yet")
+        if self.predicted is not None:
+            rate, share = flops / self.predicted / 1e12, (self.floor or 0) / self.predicted
+            lines.append(f"predicted: {self.predicted * 1e6:.1f} µs, {rate:.0f} TFLOPS, {share:.0%} of the roofline")
         return "\n".join(lines)
 
 
@@ -168,7 +173,7 @@ def explain(op: str, *tensors: Any, gpu: str | Gpu | None = None, **arguments: A
 def _launch(problem: AttentionProblem, gpu: Gpu) -> HopperLaunch:
     choice = hopper_tiles.choose(problem, gpu.sms, override())
     count = hopper_tiles.query_tiles(problem, choice.variant.tile, choice.variant.pack) * choice.splits
-    return HopperLaunch(choice.variant, choice.splits, count, count / gpu.sms)
+    return HopperLaunch(choice.variant, choice.splits, count, count / gpu.sms, cost.seconds(problem, choice, gpu))
 
 
 def _title(p: AttentionProblem) -> str:
@@ -178,6 +183,7 @@ def _title(p: AttentionProblem) -> str:
     flags = [name for name in ("causal", "softcap", "alibi", "sinks", "varlen") if getattr(p, name)]
     flags += [f"window {p.window}"] if p.window != (-1, -1) else []
     flags += [f"{p.mask} mask"] if p.mask else []
+    flags += [f"dropout {p.dropout_p:g}"] if p.dropout_p else []
     flags += [f"pages of {p.page_size}"] if p.page_size else []
     return ", ".join([f"attention {p.dtype} B={p.batch} {seqs}", heads, dims, *flags])
 
@@ -186,6 +192,8 @@ def _lines(launch: HopperLaunch, problem: AttentionProblem) -> list[str]:
     """The Hopper kernel's tile in words."""
     tile, pack = launch.tile, launch.variant.pack
     shape = f"{64 * tile.groups} rows x {tile.block_n} keys, {tile.stages} stages"
+    if launch.variant.wide:
+        shape += " of 128 columns of K or 32 keys of V"
     flags = [words for name, words in WORDS.items() if getattr(tile, name)]
     flags += [f"Q in {tile.q_stages} stages"] if tile.q_stages > 1 else []
     flags += [f"{tile.cluster} blocks share their loads"] if tile.cluster > 1 else []

@@ -41,6 +41,7 @@ class AttentionProblem:
     page_size: int = 0  # keys of a page, where K and V are pages of a cache
     unaddressable: str = ""  # why TMA cannot read q, k or v; empty: it can
     need_lse: bool = False
+    dropout_p: float = 0.0
     layout: str = "bshd"  # memory order of the output; the inputs may have any strides
     device: str = "cuda"
 
@@ -99,6 +100,7 @@ class BackwardProblem:
     wanted: tuple[str, ...]  # of q, k, v, alibi_slopes, sinks and mask
     impl: str = "auto"  # as the caller of the forward named it
     saved: bool = True  # whether the forward left its output and log-sum-exp
+    deterministic: bool = False  # whether all gradients have to be the same to the bit in every run
 
     def flops(self) -> int:
         """Five products: Q·Kᵀ again, dO·Vᵀ, and dQ, dK and dV. All are counted, whatever is wanted."""

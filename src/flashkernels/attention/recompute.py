@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flashkernels.attention import dropout
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.reference import hide, positions, softmax
 from flashkernels.attention.tensors import Given, RunBackward, Tensors, lse_dtype
@@ -31,25 +32,25 @@ class Chunk:
 
 
 def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Given) -> RunBackward:
-    """Nothing to prepare. All gradients are made at once, so those that nobody wants are made too."""
+    """Nothing to prepare."""
 
     def run(tensors: Tensors, given: Given, softmax_scale: float, softcap: float) -> list[Tensor | None]:
-        return backward(problem.call, tensors, given.grad_out, given.grad_lse, softmax_scale, softcap)
+        return backward(problem, tensors, given.grad_out, given.grad_lse, softmax_scale, softcap)
 
     return run
 
 
 def backward(
-    problem: AttentionProblem, tensors: Tensors, grad_out: Tensor, grad_lse: Tensor | None, scale: float, softcap: float
+    problem: BackwardProblem, tensors: Tensors, grad_out: Tensor, grad_lse: Tensor | None, scale: float, softcap: float
 ) -> list[Tensor | None]:
-    """Gradients of q, k, v, alibi_slopes, sinks and mask (None for what is absent or not floating point)."""
+    """Gradients of q, k, v, alibi_slopes, sinks and mask (None for what nobody wants)."""
     dtype = lse_dtype(tensors.q)
     grads = [
-        torch.zeros(x.shape, dtype=dtype, device=x.device) if x is not None and x.dtype.is_floating_point else None
-        for x in tensors[:6]
+        torch.zeros(x.shape, dtype=dtype, device=x.device) if x is not None and name in problem.wanted else None
+        for name, x in zip(Tensors._fields[:6], tensors, strict=False)
     ]
-    for chunk in chunks(problem, tensors):
-        add_gradients(grads, chunk, problem, tensors, grad_out, grad_lse, scale, softcap)
+    for chunk in chunks(problem.call, tensors):
+        add_gradients(grads, chunk, problem.call, tensors, grad_out, grad_lse, scale, softcap)
     return [g if g is None or x is None else g.to(x.dtype) for g, x in zip(grads, tensors, strict=False)]
 
 
@@ -72,7 +73,7 @@ def add_gradients(
     """Recomputes one chunk's probabilities P and adds its gradients.
 
     With dP = dO Vᵀ and delta = rowsum(P * dP) - dLSE: dS = P * (dP - delta), dV = Pᵀ dO, and dS goes on to the mask,
-    ALiBi, softcap, Q and K. The sink's probability has dP = 0.
+    ALiBi, softcap, Q and K. The sink's probability has dP = 0. Dropout thins dP, and P for dV, alike.
     """
     dtype = lse_dtype(tensors.q)
     group = problem.heads // problem.kv_heads
@@ -101,13 +102,21 @@ def add_gradients(
         s = torch.cat((s, tensors.sinks.to(dtype)[:, None, None].expand(*s.shape[:2], 1)), -1)
     p, _ = softmax(s)
     p, p_sink = p[..., : k.shape[1]], p[..., k.shape[1] :]
+    stay = _kept(chunk, problem, tensors, q.shape[1], k.shape[1])
 
-    dp = do @ v.transpose(-1, -2)
+    def thinned(x: Tensor) -> Tensor:
+        return x if stay is None else torch.where(stay, x / (1 - problem.dropout_p), 0.0)
+
+    if grads[2] is not None:
+        _add(grads[2], chunk, chunk.keys, thinned(p).transpose(-1, -2) @ do, group)
+    if all(g is None for g in (*grads[:2], *grads[3:])):
+        return
+    dp = thinned(do @ v.transpose(-1, -2))
     dp = dp.masked_fill(p == 0, 0.0)  # a hidden key's V may be NaN
     delta = (p * dp).sum(-1, keepdim=True)
     if grad_lse is not None:
-        rows = grad_lse[:, chunk.rows] if problem.varlen else grad_lse[chunk.batch, :, chunk.rows]
-        delta = delta - rows[..., None].to(dtype)
+        of_lse = grad_lse[:, chunk.rows] if problem.varlen else grad_lse[chunk.batch, :, chunk.rows]
+        delta = delta - of_lse[..., None].to(dtype)
     ds = p * (dp - delta)
     if grads[3] is not None:
         target = grads[3] if grads[3].dim() == 1 else grads[3][chunk.batch]
@@ -117,14 +126,22 @@ def add_gradients(
     if grad_mask is not None:
         grad_mask += ds.sum_to_size(grad_mask.shape)
     ds = ds * slope_of_cap * scale
-    _add(grads[0], chunk, chunk.rows, ds @ torch.where(k.isfinite(), k, 0.0), 1)  # a NaN that is seen is in dS already
-    _add(grads[1], chunk, chunk.keys, ds.transpose(-1, -2) @ q, group)
-    _add(grads[2], chunk, chunk.keys, p.transpose(-1, -2) @ do, group)
+    if grads[0] is not None:
+        _add(grads[0], chunk, chunk.rows, ds @ torch.where(k.isfinite(), k, 0.0), 1)  # a seen NaN is in dS
+    if grads[1] is not None:
+        _add(grads[1], chunk, chunk.keys, ds.transpose(-1, -2) @ q, group)
 
 
-def _add(grad: Tensor | None, chunk: Chunk, at: slice, value: Tensor, group: int) -> None:
+def _kept(chunk: Chunk, problem: AttentionProblem, tensors: Tensors, rows: int, keys: int) -> Tensor | None:
+    """Where dropout leaves the weights of a chunk, (H, rows, keys); None: there is no dropout."""
+    if tensors.dropout_seed is None:
+        return None
+    queries, batch = range(chunk.first_row, chunk.first_row + rows), range(chunk.batch, chunk.batch + 1)
+    return dropout.kept(tensors.dropout_seed, problem.dropout_p, batch, problem.heads, queries, keys)[0]
+
+
+def _add(grad: Tensor, chunk: Chunk, at: slice, value: Tensor, group: int) -> None:
     """Adds (H, rows, D) to the rows of a gradient, summed over the query heads that share a key head."""
-    assert grad is not None
     value = value.unflatten(0, (-1, group)).sum(1).transpose(0, 1)
     target = grad[at] if grad.dim() == 3 else grad[chunk.batch, at]
     target += value

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from flashkernels.attention import dropout
 from flashkernels.attention.problem import AttentionProblem
 from flashkernels.attention.tensors import Run, Tensors, laid_out, lse_dtype, lse_shape, output_dtype
 from flashkernels.attention.validation import SCALED_ROWS
@@ -28,8 +29,14 @@ def forward(
     q, k, v = dequantised(tensors)
     alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k, block_table = tensors[3:9]
     left, right = problem.band
+    p, seed = problem.dropout_p, tensors.dropout_seed
+
+    def kept(batches: range, rows: int, keys: int) -> Tensor | None:
+        return None if seed is None else dropout.kept(seed, p, batches, q.shape[-2], range(rows), keys)
+
     if cu_seqlens_q is None or cu_seqlens_k is None:
-        out, lse = attention(q, k, v, softmax_scale, left, right, softcap, alibi_slopes, sinks, mask)
+        stay = kept(range(q.shape[0]), q.shape[1], k.shape[1])
+        out, lse = attention(q, k, v, softmax_scale, left, right, softcap, alibi_slopes, sinks, mask, stay, p)
         return laid_out(problem, tensors.q, out.to(output_dtype(tensors.q))), lse
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = torch.full(lse_shape(q), float("-inf"), dtype=lse_dtype(q), device=q.device)
@@ -38,7 +45,10 @@ def forward(
         rows, keys = slice(q_ends[b], q_ends[b + 1]), slice(k_ends[b], k_ends[b + 1])
         kb, vb = (_gathered(x, block_table[b], keys) if block_table is not None else x[keys] for x in (k, v))
         slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
-        one = attention(q[None, rows], kb[None], vb[None], softmax_scale, left, right, softcap, slopes, sinks, None)
+        qb, stay = q[rows], kept(range(b, b + 1), rows.stop - rows.start, kb.shape[0])
+        one = attention(
+            qb[None], kb[None], vb[None], softmax_scale, left, right, softcap, slopes, sinks, None, stay, p
+        )  # fmt: skip
         out[rows], lse[:, rows] = one[0][0], one[1][0]
     return out, lse
 
@@ -78,12 +88,26 @@ def attention(
     alibi_slopes: Tensor | None = None,  # (H,) or (B, H)
     sinks: Tensor | None = None,  # (H,)
     mask: Tensor | None = None,  # broadcastable to (B, H, S_q, S_k)
+    stay: Tensor | None = None,  # (B, H, S_q, S_k): the weights that dropout leaves
+    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Returns the output (B, S_q, H, D_v) in q's dtype and the log-sum-exp (B, H, S_q) in the compute dtype."""
+    p, lse, seen = weights(q, k, softmax_scale, left, right, softcap, alibi_slopes, sinks, mask)
+    if stay is not None:
+        p, seen = torch.where(stay, p / (1 - dropout_p), 0.0), seen & stay
+    vc = v.to(p.dtype).transpose(1, 2).repeat_interleave(q.shape[2] // k.shape[2], 1)  # (B, H, S_k, D_v)
+    out = p @ torch.where(vc.isfinite(), vc, 0.0) + _visible_poison(seen.broadcast_to(p.shape), vc)
+    return out.transpose(1, 2).to(q.dtype), lse
+
+
+def weights(
+    q: Tensor, k: Tensor, softmax_scale: float, left: int, right: int, softcap: float, alibi_slopes: Tensor | None,
+    sinks: Tensor | None, mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Softmax weights (B, H, S_q, S_k), the log-sum-exp of their rows, and which keys a query sees."""
     dtype = lse_dtype(q)  # computes in what the log-sum-exp is returned in
-    group = q.shape[2] // k.shape[2]
-    qc, kc, vc = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
-    kc, vc = kc.repeat_interleave(group, 1), vc.repeat_interleave(group, 1)  # (B, H, S_k, D)
+    qc, kc = (x.to(dtype).transpose(1, 2) for x in (q, k))
+    kc = kc.repeat_interleave(q.shape[2] // k.shape[2], 1)  # (B, H, S_k, D)
 
     s = qc @ kc.transpose(-1, -2) * softmax_scale  # (B, H, S_q, S_k)
     if softcap:
@@ -93,9 +117,7 @@ def attention(
     if sinks is not None:  # one more key per row, without a value
         s = torch.cat((s, sinks.to(dtype)[None, :, None, None].expand(*s.shape[:3], 1)), -1)
     p, lse = softmax(s)
-    p = p[..., : k.shape[1]]
-    out = p @ torch.where(vc.isfinite(), vc, 0.0) + _visible_poison(seen.broadcast_to(p.shape), vc)
-    return out.transpose(1, 2).to(q.dtype), lse
+    return p[..., : k.shape[1]], lse, seen
 
 
 def positions(rows: int, keys: int, device: torch.device, first_row: int = 0, seq_q: int = 0) -> tuple[Tensor, Tensor]:

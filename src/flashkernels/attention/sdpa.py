@@ -22,6 +22,8 @@ def rejects(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
         return "torch's fused attention returns no log-sum-exp"
     if problem.softcap or problem.alibi or problem.sinks:
         return "torch's fused attention has no softcap, ALiBi or sinks"
+    if problem.dropout_p:
+        return "torch's fused attention drops other weights than ours would"
     if problem.mask:
         return "torch's fused attention gives NaN for rows that a mask hides completely"
     if problem.window[0] >= 0 or (problem.window[1] >= 0 and not problem.causal):

@@ -26,6 +26,7 @@ class Tensors(NamedTuple):
     q_scale: Tensor | None = None  # of FP8, to multiply by: (B, H), or (B, H, ceil(S_q / 128))
     k_scale: Tensor | None = None  # (B, H_kv), or (B, H_kv, ceil(S_k / 128))
     v_scale: Tensor | None = None  # (B, H_kv)
+    dropout_seed: Tensor | None = None  # (1,) int64, where there is dropout
 
 
 # What an implementation's `plan` returns: run(tensors, softmax_scale, softcap) -> output, log-sum-exp or None.

@@ -23,7 +23,7 @@ def described(
     softcap: float, alibi_slopes: Tensor | None, sinks: Tensor | None, mask: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, block_table: Tensor | None = None,
     q_scale: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    max_seqlen_q: int = 0, max_seqlen_k: int = 0, need_lse: bool = False, layout: str = "bshd",
+    max_seqlen_q: int = 0, max_seqlen_k: int = 0, need_lse: bool = False, layout: str = "bshd", dropout_p: float = 0.0,
 ) -> AttentionProblem:  # fmt: skip
     """The problem that these tensors pose, dense (B, S, H, D) or ragged (total, H, D); raises where they pose none."""
     varlen = cu_seqlens_q is not None
@@ -33,19 +33,20 @@ def described(
     if varlen:
         assert cu_seqlens_q is not None and cu_seqlens_k is not None
         batch = _check_cu_seqlens(q, cu_seqlens_q, cu_seqlens_k)
-        _check_count("max_seqlen_q", max_seqlen_q)
-        _check_count("max_seqlen_k", max_seqlen_k)
+        check_count("max_seqlen_q", max_seqlen_q)
+        check_count("max_seqlen_k", max_seqlen_k)
         seq_q, seq_k = max_seqlen_q, max_seqlen_k
         if block_table is not None:
             _check_block_table(block_table, q, batch, -(-max_seqlen_k // max(1, k.shape[1])))
     else:
         batch, seq_q, seq_k = q.shape[0], q.shape[1], k.shape[1]
-    _check_numbers(causal, softmax_scale, window, softcap)
+    check_numbers(causal, softmax_scale, window, softcap)
+    check_dropout(dropout_p, None, q)
     if alibi_slopes is not None:
         shapes = ((heads,), (batch, heads))
-        _check_extra("alibi_slopes", alibi_slopes, q, shapes)
+        check_extra("alibi_slopes", alibi_slopes, q, shapes)
     if sinks is not None:
-        _check_extra("sinks", sinks, q, ((heads,),))
+        check_extra("sinks", sinks, q, ((heads,),))
     if mask is not None:
         _check_mask(mask, q, (batch, heads, seq_q, seq_k))
     _check_scale("q_scale", q_scale, q, (batch, heads), -(-seq_q // SCALED_ROWS))
@@ -61,7 +62,7 @@ def described(
         mask=None if mask is None else "bool" if mask.dtype == torch.bool else "float",
         varlen=varlen, total_q=q.shape[0] if varlen else 0,
         total_k=batch * seq_k if paged else k.shape[0] if varlen else 0, page_size=k.shape[1] if paged else 0,
-        need_lse=need_lse, layout=layout, device=q.device.type,
+        need_lse=need_lse, dropout_p=dropout_p, layout=layout, device=q.device.type,
     )  # fmt: skip
 
 
@@ -146,14 +147,14 @@ def _check_block_table(block_table: Tensor, q: Tensor, batch: int, pages: int) -
         raise ValueError(f"block_table has strides {block_table.stride()}; it must be contiguous")
 
 
-def _check_count(name: str, value: int) -> None:
+def check_count(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}={value!r} must be an int, got {type(value).__name__}")
     if value < 0:
         raise ValueError(f"{name}={value} must not be negative")
 
 
-def _check_numbers(causal: bool, softmax_scale: float | None, window: tuple[int, int], softcap: float) -> None:
+def check_numbers(causal: bool, softmax_scale: float | None, window: tuple[int, int], softcap: float) -> None:
     if not isinstance(causal, bool):
         raise TypeError(f"causal={causal!r} must be a bool, got {type(causal).__name__}")
     for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
@@ -176,7 +177,26 @@ def _check_numbers(causal: bool, softmax_scale: float | None, window: tuple[int,
             raise ValueError(f"window={window!r} has a side below -1; -1 means unbounded")
 
 
-def _check_extra(name: str, x: Tensor, q: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
+def check_dropout(p: float, seed: int | Tensor | None, q: Tensor) -> None:
+    if isinstance(p, bool) or not isinstance(p, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"dropout_p={p!r} must be a float, got {type(p).__name__}")
+    if not 0 <= p < 1:
+        raise ValueError(f"dropout_p={p} is not in [0, 1)")
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64:
+            raise TypeError(f"dropout_seed.dtype={seed.dtype}; it must be torch.int64")
+        if seed.numel() != 1:
+            raise ValueError(f"dropout_seed has shape {tuple(seed.shape)}; it must hold one number")
+        if seed.device != q.device:
+            raise ValueError(f"dropout_seed.device={seed.device} differs from q.device={q.device}")
+    elif seed is not None:
+        if isinstance(seed, bool) or not isinstance(seed, (int, torch.SymInt)):
+            raise TypeError(f"dropout_seed={seed!r} must be an int, a tensor or None, got {type(seed).__name__}")
+        if not -(2**63) <= seed < 2**63:
+            raise ValueError(f"dropout_seed={seed} is not a 64-bit integer")
+
+
+def check_extra(name: str, x: Tensor, q: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if not x.dtype.is_floating_point:

@@ -27,6 +27,7 @@ def tiles(
 
     from flashkernels import hardware
     from flashkernels.attention.hopper.variants import VARIANTS, label
+    from flashkernels.attention.hopper.wide_variants import WIDE
     from flashkernels.attention.triton.build import compile_tile, every_tile
     from flashkernels.attention.triton.tiles import TENSOR_COLUMNS
 
@@ -48,7 +49,7 @@ def tiles(
                 needs = f"{made.shared} B of shared memory, {made.tensor_columns} columns of tensor memory"
                 typer.echo(f"{what}: {needs}; the limits are {one.shared_per_block} and {TENSOR_COLUMNS}", err=True)
     if any(one.capability == (9, 0) for one in chosen):
-        variants = VARIANTS[::sample]
+        variants = (*VARIANTS, *WIDE)[::sample]
         console.print(f"hopper: {len(variants)} variants")
         if compile_:
             broken += _compile_hopper(variants)

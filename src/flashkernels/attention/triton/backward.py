@@ -17,9 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashkernels.attention import dropout
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.tensors import Given, RunBackward, Tensors, strides_of
 from flashkernels.attention.triton import backward_tiles
+from flashkernels.attention.triton.dropout import kept
 from flashkernels.attention.triton.forward import (
     FAR,
     LOG2E,
@@ -160,14 +162,16 @@ def place(blocks, section, total_heads):
 
 @triton.jit
 def dkdv_step(
-    dk, dv, k, v, m, offs_n, q_ptr, do_ptr, level_ptr, delta_ptr, norm_ptr, mask_ptr, stride_qs, stride_qd, stride_gs,
-    stride_gd, stride_mm, stride_mn, seq_q, seq_k, shift, left, right, scale, softcap, slope,
+    dk, dv, k, v, m, n, q_ptr, do_ptr, level_ptr, delta_ptr, norm_ptr, mask_ptr, stride_qs, stride_qd, stride_gs,
+    stride_gd, stride_mm, stride_mn, seq_q, seq_k, shift, left, right, scale, softcap, slope, drop, keep_scale,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr, PARTS_V: tl.constexpr, BLOCK_M: tl.constexpr,
-    HIDING: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    MASK: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, WANT_K: tl.constexpr, WANT_V: tl.constexpr,
+    BLOCK_N: tl.constexpr, HIDING: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, WANT_K: tl.constexpr,
+    WANT_V: tl.constexpr,
 ):  # fmt: skip
     """Adds what BLOCK_M query rows from `m` on give to dK and dV. Scores lie on their side: keys by rows."""
     offs_m = m + tl.arange(0, BLOCK_M)
+    offs_n = n + tl.arange(0, BLOCK_N)
     rows = None
     if HIDING:
         rows = seq_q - m
@@ -180,11 +184,20 @@ def dkdv_step(
     )  # fmt: skip
     if norm_ptr is not None:
         p *= load_rows(norm_ptr, offs_m, seq_q, HIDING)[None, :]
+    stays = None
+    if drop is not None:
+        stays = kept(drop, m, n, BLOCK_M, BLOCK_N, True)
     if WANT_V:
-        dv = accumulate(dv, p, do, PRECISION)
+        thinned = p
+        if drop is not None:
+            thinned = tl.where(stays, p, 0.0)
+        dv = accumulate(dv, thinned, do, PRECISION)
     if WANT_K:
         delta = load_rows(delta_ptr, offs_m, seq_q, HIDING)
-        ds = logit_gradient(p, scores(v, do, PRECISION), delta[None, :], HIDING)
+        dp = scores(v, do, PRECISION)
+        if drop is not None:
+            dp = tl.where(stays, dp * keep_scale, 0.0)
+        ds = logit_gradient(p, dp, delta[None, :], HIDING)
         if SOFTCAP:
             ds *= 1 - t * t
         if HIDING:
@@ -193,10 +206,12 @@ def dkdv_step(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["seq_q", "seq_k", "blocks", "section", "total_heads", "left", "right", "kv_heads"])
+@triton.jit(
+    do_not_specialize=["seq_q", "seq_k", "blocks", "section", "total_heads", "left", "right", "kv_heads", "threshold"]
+)
 def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, level_ptr, delta_ptr, norm_ptr, dk_ptr, dv_ptr, mask_ptr, slopes_ptr, cu_q_ptr,
-    cu_k_ptr,
+    cu_k_ptr, seed_ptr,
     stride_qb: tl.int64, stride_qs: tl.int64, stride_qh: tl.int64, stride_qd,
     stride_kb: tl.int64, stride_ks: tl.int64, stride_kh: tl.int64, stride_kd,
     stride_vb: tl.int64, stride_vs: tl.int64, stride_vh: tl.int64, stride_vd,
@@ -207,6 +222,7 @@ def dkdv_kernel(
     stride_mb: tl.int64, stride_mh: tl.int64, stride_mm: tl.int64, stride_mn,
     stride_ab: tl.int64, stride_ah: tl.int64,
     seq_q, seq_k, kv_heads, group, blocks, section, total_heads, left, right, scale, softcap, grad_scale,
+    threshold, keep_scale,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr, PARTS_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
@@ -275,22 +291,22 @@ def dkdv_kernel(
         slope = 0.0
         if ALIBI:
             slope = tl.load(slopes_ptr + batch * stride_ab + head * stride_ah).to(tl.float32) * UNIT
+        drop = (tl.load(seed_ptr), threshold, batch, head) if seed_ptr is not None else None
         for b in tl.range(0, masked_blocks, num_stages=STAGES):
             m = split_block(b, edge, edge_blocks, start, BLOCK_M)
             dk, dv = dkdv_step(
-                dk, dv, k, v, m, offs_n, q_head, do_head, level_head, delta_head, norm_head, mask_head, stride_qs,
+                dk, dv, k, v, m, n, q_head, do_head, level_head, delta_head, norm_head, mask_head, stride_qs,
                 stride_qd, stride_gs, stride_gd, stride_mm, stride_mn, seq_q, seq_k, shift, left, right, scale, softcap,
-                slope, DIM, DIM_V, PARTS, PARTS_V, BLOCK_M, True, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, PRECISION, UNIT,
-                WANT_K, WANT_V,
+                slope, drop, keep_scale, DIM, DIM_V, PARTS, PARTS_V, BLOCK_M, BLOCK_N, True, LEFT, RIGHT, SOFTCAP,
+                ALIBI, MASK, PRECISION, UNIT, WANT_K, WANT_V,
             )  # fmt: skip
         if MASK == "none":
             for m in tl.range(full, edge, BLOCK_M, num_stages=STAGES):
                 dk, dv = dkdv_step(
-                    dk, dv, k, v, m, offs_n, q_head, do_head, level_head, delta_head, norm_head, mask_head, stride_qs,
+                    dk, dv, k, v, m, n, q_head, do_head, level_head, delta_head, norm_head, mask_head, stride_qs,
                     stride_qd, stride_gs, stride_gd, stride_mm, stride_mn, seq_q, seq_k, shift, left, right, scale,
-                    softcap, slope,
-                    DIM, DIM_V, PARTS, PARTS_V, BLOCK_M, False, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, PRECISION, UNIT,
-                    WANT_K, WANT_V,
+                    softcap, slope, drop, keep_scale, DIM, DIM_V, PARTS, PARTS_V, BLOCK_M, BLOCK_N, False, LEFT, RIGHT,
+                    SOFTCAP, ALIBI, MASK, PRECISION, UNIT, WANT_K, WANT_V,
                 )  # fmt: skip
 
     inside = offs_n < seq_k
@@ -301,19 +317,23 @@ def dkdv_kernel(
         store_parts(dk_ptr + by_row * stride_xs, dk, factor, inside, DIM, PARTS)
     if WANT_V:
         dv_ptr += batch * stride_yb + (k_row + n) * stride_ys + head_k * stride_yh
-        store_parts(dv_ptr + by_row * stride_ys, dv, tl.full((BLOCK_N,), 1.0, tl.float32), inside, DIM_V, PARTS_V)
+        factor = tl.full((BLOCK_N,), 1.0, tl.float32)
+        if seed_ptr is not None:
+            factor *= keep_scale
+        store_parts(dv_ptr + by_row * stride_ys, dv, factor, inside, DIM_V, PARTS_V)
 
 
 @triton.jit
 def dq_step(
-    dq, dslope, total, q, do, level, delta, n, offs_m, k_ptr, v_ptr, mask_ptr, stride_ks, stride_kd, stride_vs,
-    stride_vd, stride_mm, stride_mn, seq_q, seq_k, shift, left, right, scale, softcap, slope,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr, PARTS_V: tl.constexpr, BLOCK_N: tl.constexpr,
-    HIDING: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    MASK: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, WANT_SLOPE: tl.constexpr,
+    dq, dslope, total, q, do, level, delta, m, n, k_ptr, v_ptr, mask_ptr, stride_ks, stride_kd, stride_vs,
+    stride_vd, stride_mm, stride_mn, seq_q, seq_k, shift, left, right, scale, softcap, slope, drop, keep_scale,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr, PARTS_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, HIDING: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, WANT_SLOPE: tl.constexpr,
     WANT_NORM: tl.constexpr,
 ):  # fmt: skip
     """Adds what BLOCK_N keys from `n` on give to dQ, and of each row to the slope's gradient and the sum of P."""
+    offs_m = m + tl.arange(0, BLOCK_M)
     offs_n = n + tl.arange(0, BLOCK_N)
     rows = None
     if HIDING:
@@ -326,7 +346,10 @@ def dq_step(
     if WANT_NORM:
         total += tl.sum(p, 1)
     v = load_parts(v_ptr + n * stride_vs, None, 0, 0, 0, rows, stride_vs, stride_vd, DIM_V, PARTS_V, BLOCK_N, False)
-    ds = logit_gradient(p, scores(do, v, PRECISION), delta[:, None], HIDING)
+    dp = scores(do, v, PRECISION)
+    if drop is not None:
+        dp = tl.where(kept(drop, m, n, BLOCK_M, BLOCK_N, False), dp * keep_scale, 0.0)
+    ds = logit_gradient(p, dp, delta[:, None], HIDING)
     if WANT_SLOPE:
         dslope -= tl.sum(ds * tl.abs(offs_m[:, None] + shift - offs_n[None, :]).to(tl.float32), 1)
     if SOFTCAP:
@@ -336,10 +359,12 @@ def dq_step(
     return accumulate(dq, ds, k, PRECISION), dslope, total
 
 
-@triton.jit(do_not_specialize=["seq_q", "seq_k", "blocks", "section", "total_heads", "left", "right", "heads"])
+@triton.jit(
+    do_not_specialize=["seq_q", "seq_k", "blocks", "section", "total_heads", "left", "right", "heads", "threshold"]
+)
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, level_ptr, delta_ptr, norm_ptr, dq_ptr, dslope_ptr, mask_ptr, slopes_ptr, sinks_ptr,
-    cu_q_ptr, cu_k_ptr,
+    cu_q_ptr, cu_k_ptr, seed_ptr,
     stride_qb: tl.int64, stride_qs: tl.int64, stride_qh: tl.int64, stride_qd,
     stride_kb: tl.int64, stride_ks: tl.int64, stride_kh: tl.int64, stride_kd,
     stride_vb: tl.int64, stride_vs: tl.int64, stride_vh: tl.int64, stride_vd,
@@ -349,6 +374,7 @@ def dq_kernel(
     stride_mb: tl.int64, stride_mh: tl.int64, stride_mm: tl.int64, stride_mn,
     stride_ab: tl.int64, stride_ah: tl.int64, stride_sh: tl.int64,
     seq_q, seq_k, heads, group, blocks, section, total_heads, left, right, scale, softcap, grad_scale,
+    threshold, keep_scale,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr, PARTS_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
@@ -393,6 +419,7 @@ def dq_kernel(
     slope = 0.0
     if ALIBI:
         slope = tl.load(slopes_ptr + batch * stride_ab + head * stride_ah).to(tl.float32) * UNIT
+    drop = (tl.load(seed_ptr), threshold, batch, head) if seed_ptr is not None else None
     q = load_parts(q_ptr, None, 0, 0, 0, seq_q - row0, stride_qs, stride_qd, DIM, PARTS, BLOCK_M, False)
     do = load_parts(do_ptr, None, 0, 0, 0, seq_q - row0, stride_gs, stride_gd, DIM_V, PARTS_V, BLOCK_M, False)
     level = load_rows(level_ptr, offs_m, seq_q, True)
@@ -408,18 +435,18 @@ def dq_kernel(
     for b in tl.range(0, masked_blocks, num_stages=STAGES):
         n = split_block(b, edge, edge_blocks, start, BLOCK_N)
         dq, dslope, total = dq_step(
-            dq, dslope, total, q, do, level, delta, n, offs_m, k_ptr, v_ptr, mask_ptr, stride_ks, stride_kd,
+            dq, dslope, total, q, do, level, delta, row0, n, k_ptr, v_ptr, mask_ptr, stride_ks, stride_kd,
             stride_vs, stride_vd, stride_mm, stride_mn, seq_q, seq_k, shift, left, right, scale, softcap, slope,
-            DIM, DIM_V, PARTS, PARTS_V, BLOCK_N, True, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, PRECISION, UNIT,
-            WANT_SLOPE, WANT_NORM,
+            drop, keep_scale, DIM, DIM_V, PARTS, PARTS_V, BLOCK_M, BLOCK_N, True, LEFT, RIGHT, SOFTCAP, ALIBI, MASK,
+            PRECISION, UNIT, WANT_SLOPE, WANT_NORM,
         )  # fmt: skip
     if MASK == "none":
         for n in tl.range(full, edge, BLOCK_N, num_stages=STAGES):
             dq, dslope, total = dq_step(
-                dq, dslope, total, q, do, level, delta, n, offs_m, k_ptr, v_ptr, mask_ptr, stride_ks, stride_kd,
+                dq, dslope, total, q, do, level, delta, row0, n, k_ptr, v_ptr, mask_ptr, stride_ks, stride_kd,
                 stride_vs, stride_vd, stride_mm, stride_mn, seq_q, seq_k, shift, left, right, scale, softcap, slope,
-                DIM, DIM_V, PARTS, PARTS_V, BLOCK_N, False, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, PRECISION, UNIT,
-                WANT_SLOPE, WANT_NORM,
+                drop, keep_scale, DIM, DIM_V, PARTS, PARTS_V, BLOCK_M, BLOCK_N, False, LEFT, RIGHT, SOFTCAP, ALIBI,
+                MASK, PRECISION, UNIT, WANT_SLOPE, WANT_NORM,
             )  # fmt: skip
 
     dq_ptr += batch * stride_xb + (q_row + row0) * stride_xs + head * stride_xh
@@ -474,7 +501,7 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
                     dkdv_blocks, section_k, heads_k, *band)  # fmt: skip
     dq_numbers = (*inputs, *_contiguous(q), *sides, sink_stride, call.seq_q, call.seq_k, call.heads, group, dq_blocks,
                   section, heads_q, *band)  # fmt: skip
-    device, unit = q.device.index, unit_of(call)
+    device, unit, drop = q.device.index, unit_of(call), dropout.numbers(call.dropout_p)
     # rows of a ragged batch that belong to no sequence are nobody's to write
     fresh = torch.zeros if call.varlen else torch.empty
 
@@ -482,7 +509,8 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
         q, k, v, slopes, sinks, mask, cu_q, cu_k = tensors[:8]
         grad_out, grad_lse, out, lse = given
         assert lse is not None
-        numbers = (softmax_scale * unit, softcap * unit, softmax_scale)
+        numbers = (softmax_scale * unit, softcap * unit, softmax_scale, *drop)
+        seed = tensors.dropout_seed
         grads: list[Tensor | None] = [
             fresh(x.shape, dtype=x.dtype, device=x.device) if name in wanted else None
             for name, x in zip(("q", "k", "v"), (q, k, v), strict=True)
@@ -496,10 +524,10 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
         stats = (q, k, v, grad_out, level, delta, norm)
         if want_dq and heads_q * dq_blocks:
             dq = torch.empty_like(q, memory_format=torch.contiguous_format) if grads[0] is None else grads[0]
-            others = (dq, dslope, mask, slopes, sinks, cu_q, cu_k)
+            others = (dq, dslope, mask, slopes, sinks, cu_q, cu_k, seed)
             dq_launcher(heads_q * dq_blocks, device, (*stats, *others), (*dq_numbers, *numbers))
         if want_dkdv and heads_k * dkdv_blocks:
-            others = (*grads[1:3], mask, slopes, cu_q, cu_k)
+            others = (*grads[1:3], mask, slopes, cu_q, cu_k, seed)
             dkdv_launcher(heads_k * dkdv_blocks, device, (*stats, *others), (*dkdv_numbers, *numbers))
         grads.append(None if dslope is None or slopes is None else _slopes_gradient(dslope, slopes))
         grads.append(_sinks_gradient(delta, lse, norm, sinks) if sinks is not None and "sinks" in wanted else None)

@@ -31,7 +31,7 @@ def _compile(
 ) -> Resources:
     present = {
         "mask_ptr": problem.mask is not None, "slopes_ptr": problem.alibi, "dslope_ptr": problem.alibi,
-        "cu_q_ptr": problem.varlen, "cu_k_ptr": problem.varlen,
+        "cu_q_ptr": problem.varlen, "cu_k_ptr": problem.varlen, "seed_ptr": problem.dropout_p > 0,
         "sinks_ptr": problem.sinks, "norm_ptr": problem.element_bytes > 2,
     }  # fmt: skip
     types: dict[str, str] = {}
@@ -43,6 +43,8 @@ def _compile(
             absent[name] = None
         elif name in LAST_STRIDES:
             absent[name] = 1
+        elif name == "seed_ptr":
+            types[name] = "*i64"
         elif name == "mask_ptr":
             types[name] = "*i1" if problem.mask == "bool" else "*fp32"
         elif name.endswith("_ptr"):
@@ -50,6 +52,6 @@ def _compile(
         elif name.startswith("stride_"):
             types[name] = "i64"
         else:
-            types[name] = "fp32" if name in ("scale", "softcap", "grad_scale") else "i32"
+            types[name] = "fp32" if name in ("scale", "softcap", "grad_scale", "keep_scale") else "i32"
     aligned = {name for name in types if name.endswith("_ptr") or name.startswith("stride_")}
     return compile_for(kernel, types, absent | fixed, aligned, gpu.cc, options)

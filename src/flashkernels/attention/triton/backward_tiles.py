@@ -56,6 +56,8 @@ def choose(problem: AttentionProblem, gpu: Gpu) -> BackwardTiles:
         dkdv, dq = DKDV_FP32, DQ_FP32
     else:
         dkdv, dq = (DKDV_WGMMA, DQ_WGMMA) if gpu.has_wgmma else (DKDV_MMA, DQ_MMA)
+        if problem.dropout_p and not gpu.has_wgmma:
+            dkdv = dkdv[1:]  # the generator takes registers too
     return BackwardTiles(_first("dkdv", dkdv, problem, gpu), _first("dq", dq, problem, gpu))
 
 

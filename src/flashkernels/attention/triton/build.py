@@ -67,13 +67,14 @@ def compile_tile(tile: Tile, problem: AttentionProblem, gpu: Gpu) -> Resources:
     argument("sinks_ptr", "*fp32", problem.sinks)
     for name in ("cu_q_ptr", "cu_k_ptr"):
         argument(name, "*i32", problem.varlen)
+    argument("seed_ptr", "*i64", problem.dropout_p > 0)
     fixed = constants(problem, tile)
     for name in forward_kernel.arg_names:
         if name in ("stride_qd", "stride_kd", "stride_vd", "stride_mn"):
             absent[name] = 1
         elif name.startswith("stride_"):
             argument(name, "i64")
-        elif name in ("scale", "softcap"):
+        elif name in ("scale", "softcap", "keep_scale"):
             argument(name, "fp32")
         elif name not in types and name not in absent and name not in fixed:
             argument(name, "i32")

@@ -16,9 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashkernels.attention import dropout
 from flashkernels.attention.problem import AttentionProblem
 from flashkernels.attention.tensors import Run, Tensors, empty_output, lse_shape, strides_of, unaddressable
 from flashkernels.attention.triton import tiles
+from flashkernels.attention.triton.dropout import kept
 from flashkernels.hardware import GPUS, Gpu
 from flashkernels.jit.launch import Descriptor, Launcher, compile_options
 from flashkernels.tiling import Tile, override
@@ -169,7 +171,7 @@ def store_parts(o_rows, acc, inverse, inside, DIM_V: tl.constexpr, PARTS_V: tl.c
 @triton.jit
 def store_careful(
     o_rows, q, m, inverse, k_ptr, v_ptr, mask_ptr, start, end, seq_q, seq_k, shift, left, right, scale, softcap, slope,
-    offs_m, stride_ks, stride_kd, stride_vs, stride_vd, stride_mm, stride_mn,
+    drop, row0, offs_m, stride_ks, stride_kd, stride_vs, stride_vd, stride_mm, stride_mn,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -189,6 +191,10 @@ def store_careful(
             s, seen = hide(s, offs_m, offs_n, seq_q, seq_k, shift, left, right, mask_ptr, stride_mm, stride_mn,
                            LEFT, RIGHT, MASK)  # fmt: skip
             p = tl.exp2(s - m_safe[:, None])
+            if drop is not None:
+                stays = kept(drop, row0, n, BLOCK_M, CAREFUL, False)
+                p = tl.where(stays, p, 0.0)
+                seen = seen & stays
             v = tl.load(v_ptr + offs_n[:, None] * stride_vs + offs_d.to(tl.int64)[None, :] * stride_vd,
                         mask=(offs_n < seq_k)[:, None] & (offs_d < DIM_V)[None, :], other=0.0)  # fmt: skip
             out = tl.dot(p.to(v.dtype), tl.where(v - v == 0, v, 0.0).to(v.dtype), out, input_precision=PRECISION)
@@ -229,11 +235,13 @@ def split_block(i, edge, edge_blocks, start, BLOCK_N: tl.constexpr):
 
 # Strides are 64 bits wide, except along the last dimension: there a stride of 1 must become a constant, because
 # only then are loads vectors. (As a runtime value it cost a fifth of the speed: H200, 2026-11-15, D=128.)
-@triton.jit(do_not_specialize=["seq_q", "seq_k", "blocks_m", "section", "total_heads", "left", "right", "heads"])
+@triton.jit(
+    do_not_specialize=["seq_q", "seq_k", "blocks_m", "section", "total_heads", "left", "right", "heads", "threshold"]
+)
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
     k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2,
-    mask_ptr, slopes_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr,
+    mask_ptr, slopes_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seed_ptr,
     stride_qb: tl.int64, stride_qs: tl.int64, stride_qh: tl.int64, stride_qd,
     stride_kb: tl.int64, stride_ks: tl.int64, stride_kh: tl.int64, stride_kd,
     stride_vb: tl.int64, stride_vs: tl.int64, stride_vh: tl.int64, stride_vd,
@@ -241,7 +249,7 @@ def forward_kernel(
     stride_lb: tl.int64, stride_lh: tl.int64,
     stride_mb: tl.int64, stride_mh: tl.int64, stride_mm: tl.int64, stride_mn,
     stride_ab: tl.int64, stride_ah: tl.int64, stride_sh: tl.int64,
-    seq_q, seq_k, heads, group, blocks_m, section, total_heads, left, right, scale, softcap,
+    seq_q, seq_k, heads, group, blocks_m, section, total_heads, left, right, scale, softcap, threshold, keep_scale,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr, PARTS_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, NEGATIVE: tl.constexpr, MASK: tl.constexpr,
@@ -286,6 +294,7 @@ def forward_kernel(
         slope = tl.load(slopes_ptr + batch * stride_ab + head * stride_ah).to(tl.float32) * LOG2E
     if MASK != "none":
         mask_ptr += batch * stride_mb + head * stride_mh
+    drop = (tl.load(seed_ptr), threshold, batch, head) if seed_ptr is not None else None
     k_descs = (k_desc0, k_desc1, k_desc2)
     v_descs = (v_desc0, v_desc1, v_desc2)
 
@@ -316,6 +325,8 @@ def forward_kernel(
         p = tl.exp2(s - m_safe[:, None])
         total = total * alpha + tl.sum(p, 1)
         m = m_new
+        if drop is not None:
+            p = tl.where(kept(drop, row0, n, BLOCK_M, BLOCK_N, False), p, 0.0)
         v = load_parts(v_ptr + n * stride_vs, v_descs, tma_batch, k_row + n, head_k, seq_k - n,
                        stride_vs, stride_vd, DIM_V, PARTS_V, BLOCK_N, TMA)  # fmt: skip
         if VARLEN and TMA:  # the block may reach into the next sequence, whatever is there
@@ -338,6 +349,8 @@ def forward_kernel(
             alpha = tl.exp2(m - m_new)
             total = total * alpha + tl.sum(p, 1)
             m = m_new
+            if drop is not None:
+                p = tl.where(kept(drop, row0, n, BLOCK_M, BLOCK_N, False), p, 0.0)
             v = load_parts(v_ptr + n * stride_vs, v_descs, tma_batch, k_row + n, head_k, None,
                            stride_vs, stride_vd, DIM_V, PARTS_V, BLOCK_N, TMA)  # fmt: skip
             acc = accumulate(rescale(acc, alpha), p, v, PRECISION)
@@ -357,15 +370,19 @@ def forward_kernel(
         lse_ptr += batch * stride_lb + head * stride_lh + q_row
         tl.store(lse_ptr + offs_m, lse, mask=inside)
     inverse = 1 / tl.where(total == 0, 1.0, total)
+    hiding = masked_blocks > 0
+    if drop is not None:
+        inverse *= keep_scale
+        hiding = end > start  # a dropped key is as good as hidden
     o_ptr += batch * stride_ob + (q_row + row0) * stride_os + head * stride_oh
     o_rows = o_ptr + tl.arange(0, BLOCK_M)[:, None] * stride_os
     # A hidden key has p = 0, but 0 * Inf and 0 * NaN are NaN: a NaN or Inf in a hidden row of V would reach rows that
     # may not see it. That is rare and shows as NaN here. The maximum and the sum do not depend on V, so the output
     # is then made again with care, a few columns at a time.
-    if (masked_blocks > 0) & has_nan(acc):
+    if hiding & has_nan(acc):
         store_careful(
             o_rows, q, m, inverse, k_ptr, v_ptr, mask_ptr, start, end, seq_q, seq_k, shift, left, right, scale, softcap,
-            slope, offs_m, stride_ks, stride_kd, stride_vs, stride_vd, stride_mm, stride_mn,
+            slope, drop, row0, offs_m, stride_ks, stride_kd, stride_vs, stride_vd, stride_mm, stride_mn,
             DIM, DIM_V, PARTS, BLOCK_M, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, PRECISION,
         )  # fmt: skip
     else:
@@ -396,7 +413,7 @@ def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
     k_boxes, v_boxes = _boxes(k, tile.parts, tile), _boxes(v, tile.parts_v, tile)
     outputs = (*strides_of(empty_output(q, problem.head_dim_v, problem.layout))[:3], *lse_strides)
     fixed = (*inputs, *outputs, *mask_strides, *slope_strides, sink_stride, *sizes)
-    device = q.device.index
+    device, drop = q.device.index, dropout.numbers(problem.dropout_p)
 
     def run(tensors: Tensors, softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
         q, k, v, slopes, sinks, mask, cu_q, cu_k = tensors[:8]
@@ -405,9 +422,10 @@ def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
         if grid == 0:
             return out, lse
         arguments = (
-            q, k, v, out, lse, *_descriptors(k, k_boxes), *_descriptors(v, v_boxes), mask, slopes, sinks, cu_q, cu_k
+            q, k, v, out, lse, *_descriptors(k, k_boxes), *_descriptors(v, v_boxes), mask, slopes, sinks, cu_q, cu_k,
+            tensors.dropout_seed,
         )  # fmt: skip
-        numbers = (*fixed, softmax_scale * LOG2E.value, softcap * LOG2E.value)
+        numbers = (*fixed, softmax_scale * LOG2E.value, softcap * LOG2E.value, *drop)
         if device is None or device == torch.cuda.current_device():
             launcher(grid, device, arguments, numbers)
         else:

@@ -130,8 +130,8 @@ def candidates(strategy: str, problem: AttentionProblem, gpu: Gpu, tma: bool) ->
     """Every tile worth comparing."""
     parts, parts_v = parts_of(strategy, problem)
     for shape in SHAPES if problem.element_bytes == 2 else SHAPES_FP32:
-        if shape.registers and not gpu.has_wgmma:
-            continue  # register caps are measured on Hopper only
+        if shape.registers and (problem.dropout_p or not gpu.has_wgmma):
+            continue  # register caps are measured on Hopper only, and leave dropout too few
         if gpu.has_wgmma and problem.element_bytes == 2 and shape.block_m < 64 and max(sum(parts), sum(parts_v)) <= 256:
             continue  # wgmma computes 64 rows at a time
         if gpu.capability[0] == 10 and tensor_columns(shape, parts_v) > TENSOR_COLUMNS:
@@ -153,10 +153,11 @@ def tensor_columns(shape: Shape, parts_v: tuple[int, ...]) -> float:
 
 def ruled(strategy: str, problem: AttentionProblem, gpu: Gpu, tma: bool) -> Candidate | None:
     """The tile that measurement names: 16-bit inputs on Hopper, by TMA, with enough rows to fill the machine."""
-    fills = problem.batch * problem.heads * problem.seq_q >= 128 * gpu.sms and problem.mask is None
+    fills = problem.batch * problem.heads * problem.seq_q >= 128 * gpu.sms
+    measured = problem.mask is None and not problem.dropout_p
     parts, parts_v = parts_of(strategy, problem)
     width = max(sum(parts), sum(parts_v))
-    if not (gpu.has_wgmma and tma and fills and problem.element_bytes == 2 and width >= NARROWEST_RULE):
+    if not (gpu.has_wgmma and tma and fills and measured and problem.element_bytes == 2 and width >= NARROWEST_RULE):
         return None
     aligned = problem.head_dim % 16 == 0 and problem.head_dim_v % 16 == 0
     rule = next((rule for rule in (ALIGNED if aligned else MISALIGNED) if width <= rule.width), None)
@@ -182,13 +183,14 @@ def needs(tile: Tile, problem: AttentionProblem, gpu: Gpu) -> Footprint:
 def shared_bytes(tile: Tile, problem: AttentionProblem) -> int:
     """Q once, K and V in every stage, and barriers and the scratch of reductions.
 
-    A mask has a tile in every stage too, and scratch through which its layout is turned into that of the scores.
+    A mask has a tile in every stage too, and scratch through which its layout is turned into that of the scores; so is
+    what dropout keeps (on sm_100).
     """
     width, width_v = sum(tile.parts), sum(tile.parts_v)
     scores = tile.block_m * tile.block_n
     stage = tile.block_n * (width + width_v) * problem.element_bytes
     stage += {None: 0, "bool": 1, "float": 4}[problem.mask] * scores
-    scratch = 2048 + (5 * scores if problem.mask else 0)
+    scratch = 2048 + (5 * scores if problem.mask else 0) + (scores if problem.dropout_p else 0)
     in_registers = problem.element_bytes > 2 and tile.block_m <= 16  # where fp32 keeps the few rows of Q
     q = 0 if in_registers else tile.block_m * width * problem.element_bytes
     return q + tile.stages * stage + scratch
@@ -203,6 +205,7 @@ def registers(tile: Tile, problem: AttentionProblem, gpu: Gpu) -> int:
         per_row += sum(tile.parts) * problem.element_bytes // 4
         addresses = 64
     extras = 24 * (problem.softcap or problem.alibi) + 24 * (problem.mask is not None) + 8 * (problem.window[0] >= 0)
+    extras += 48 * (problem.dropout_p > 0)
     return tile.block_m * per_row // threads + 32 + extras + (addresses if problem.element_bytes == 2 else 0)
 
 
@@ -210,6 +213,7 @@ def registers(tile: Tile, problem: AttentionProblem, gpu: Gpu) -> int:
 # RMS error, and its pick is on average 4 % (at worst 20 %) behind the best one timed. `seconds` counts at the nominal
 # clock, so it is about 15 % too fast on a heated chip. The penalty of a single stage is a guess.
 CYCLES_PER_LANE = 8.0  # instructions of the softmax for one score, of the kind that 128 lanes issue together
+DROPOUT_CYCLES_PER_LANE = 17.0  # more of them, as compiled for sm_90
 LOOP_INSTRUCTIONS = 72.0  # bookkeeping of one key block, in every warp
 LOAD_BYTES_PER_CYCLE = 42.0  # K and V into one multiprocessor's shared memory, from the L2
 MISALIGNED_LOAD = 1.25
@@ -230,7 +234,8 @@ def seconds(tile: Tile, problem: AttentionProblem, gpu: Gpu, need: Footprint) ->
     clock = gpu.peak["fp32"] / gpu.sms / lanes / 2
     matrix = 2 * (width + width_v) / (gpu.peak[problem.dtype] / gpu.sms / clock)
     per_lane = tile.block_m * tile.block_n / (32 * tile.warps)
-    vector = (CYCLES_PER_LANE + width_v / tile.block_n + LOOP_INSTRUCTIONS / per_lane) / lanes
+    each = CYCLES_PER_LANE + DROPOUT_CYCLES_PER_LANE * (problem.dropout_p > 0)
+    vector = (each + width_v / tile.block_n + LOOP_INSTRUCTIONS / per_lane) / lanes
     softmax = max(vector, 1 / 16)  # 16 exponentials a cycle
     load = (width + width_v) * problem.element_bytes / tile.block_m / LOAD_BYTES_PER_CYCLE
     if problem.head_dim % 16 or problem.head_dim_v % 16:
