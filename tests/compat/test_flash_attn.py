@@ -13,6 +13,7 @@ from torch import Tensor
 
 import flashkernels.compat.flash_attn as fa
 from flashkernels.compat.flash_attn.bert_padding import pad_input, unpad_input
+from flashkernels.compat.flash_attn.probabilities import signed
 from flashkernels.dispatch import UnsupportedError
 
 # An fp64 result is off by at most about 2 * (headdim + S_k) * max|score| roundings of 2.2e-16: here 2 * 20 * 10.
@@ -416,14 +417,58 @@ def test_signature_is_that_of_flash_attn(name: str) -> None:
 
 
 def test_every_function_is_exported() -> None:
-    assert set(fa.__all__) == set(SIGNATURES_OF_2_8) == set(CALLS)
+    assert set(fa.__all__) - {"flash_attn_with_kvcache"} == set(SIGNATURES_OF_2_8) == set(CALLS)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_dropout_is_refused_with_the_reason(name: str) -> None:
+def test_dropout_keeps_the_signs_it_returns(name: str) -> None:
+    """The weights that are not negative, times V, are the output; all of them are the softmax."""
     tensors, rest = CALLS[name]
-    with pytest.raises(UnsupportedError, match=r"dropout_p=0\.1: there is no dropout kernel yet"):
-        getattr(fa, name)(*tensors, *rest, dropout_p=0.1)
+    out, _, probs = getattr(fa, name)(*tensors, *rest, dropout_p=0.4, return_attn_probs=True)
+    packed = tensors[-1]
+    v = packed if len(tensors) == 3 else packed.select(-3, -1)
+    if rest:  # ragged
+        cu_q, cu_k = rest[0], rest[0 if "qkvpacked" in name else 1]
+        v, out = (
+            torch.nn.utils.rnn.pad_sequence(x.split(cu.diff().tolist()), batch_first=True)
+            for x, cu in ((v, cu_k), (out, cu_q))
+        )
+    assert probs.shape == (v.shape[0], out.shape[2], out.shape[1], v.shape[1]) and probs.dtype == tensors[0].dtype
+    sums = probs.abs().sum(-1)
+    torch.testing.assert_close(sums, (sums > 0).to(sums))
+    assert 0.2 < (probs < 0).sum() / (probs != 0).sum() < 0.6
+    kept = probs.clamp(min=0) / 0.6
+    v = v.repeat_interleave(out.shape[2] // v.shape[2], 2)
+    torch.testing.assert_close(out, (kept @ v.transpose(1, 2)).transpose(1, 2))
+
+
+def test_the_softmax_with_signs_is_the_softmax() -> None:
+    (q, k, v), _ = CALLS["flash_attn_func"]
+    slopes = torch.tensor([0.5, 0.1, 0.2, 1.0])
+    features = {"causal": True, "window_size": (4, -1), "softcap": 2.0, "alibi_slopes": slopes}
+    dropped, plain = (
+        fa.flash_attn_func(q, k, v, dropout_p, **features, return_attn_probs=True) for dropout_p in (1e-9, 0.0)
+    )
+    torch.testing.assert_close(dropped[:2], plain[:2])
+    eye = torch.eye(7, dtype=q.dtype)[None, :, None].expand(2, 7, 2, 7)
+    want = fa.flash_attn_func(q, k, eye, **features)
+    torch.testing.assert_close(dropped[2], want.transpose(1, 2))
+
+
+def test_dropout_follows_torchs_seed_and_gives_gradients() -> None:
+    def gradient(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        qkv = rand(2, 20, 3, 4, 16, dtype=torch.float32).requires_grad_()
+        fa.flash_attn_qkvpacked_func(qkv, 0.3, causal=True, deterministic=True).square().sum().backward()
+        return qkv.grad
+
+    assert torch.equal(gradient(1), gradient(1)) and not torch.equal(gradient(1), gradient(2))
+
+
+def test_signs_of_a_large_softmax_are_refused() -> None:
+    q, k = torch.zeros(1, 40000, 2, 1), torch.zeros(1, 1000, 1, 1)
+    with pytest.raises(UnsupportedError, match="makes the whole softmax, here 1 x 2 x 40000 x 1000; it is for tests"):
+        signed(q, k, torch.zeros(1, dtype=torch.int64), 0.1, None, False, (-1, -1), 0.0, None)
 
 
 @pytest.mark.parametrize("dropout_p", [-0.1, 1.0, math.nan])

@@ -7,11 +7,16 @@ Wider than flash-attn: also on the CPU and in fp32, at any head dimension, value
 
 Where the two differ:
 
-- `dropout_p > 0` raises `UnsupportedError`: there is no kernel for it yet.
+- `dropout_p > 0` drops other weights than flash-attn does from the same state of torch's generator, which both take
+  their seed from. On Hopper it is the Triton kernel that serves it. There is no dropout with `block_table`.
 - `block_table` takes pages of any size. The Hopper kernel reads those of a multiple of 64 keys; the rest, and other
   GPUs, are served by the plain `torch` implementation, which is slow. There are no gradients through pages.
-- `deterministic` changes nothing: forward and backward are always deterministic.
-- The third result of `return_attn_probs=True` is None (flash-attn from 2.7 on has an empty tensor there).
+- `deterministic` is that of `fk.attention`: the forward always is.
+- `flash_attn_with_kvcache` takes no `cache_leftpad`; `num_splits` changes nothing: how keys are split follows from the
+  lengths, on the device.
+- The third result of `return_attn_probs=True` is None without dropout (flash-attn from 2.7 on has an empty tensor).
+  With dropout it is the softmax, negative where a weight was dropped, (batch, nheads, S_q, S_k) without flash-attn's
+  padding. It is computed apart, in plain torch, for tests: more than 2^26 weights raise `UnsupportedError`.
 - `softmax_lse` of a row that sees no key is -inf, the logarithm of an empty sum. flash-attn writes +inf.
 - `softmax_lse` with `alibi_slopes` and `causal` has the bias as documented, `-slope * |i + S_k - S_q - j|`.
   flash-attn's kernel adds `slope * j` there: the same output, an LSE shifted by `slope * (i + S_k - S_q)`.
@@ -19,10 +24,18 @@ Where the two differ:
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from flashkernels.attention.api import attention, attention_varlen
+from flashkernels.attention.dropout import seed_tensor
+from flashkernels.attention.validation import check_dropout
+from flashkernels.compat.flash_attn.probabilities import signed, signed_varlen
+from flashkernels.decode.api import attention_paged, decode
+from flashkernels.decode.validation import MOST_TOKENS
 from flashkernels.dispatch import UnsupportedError
+from flashkernels.fused.rope import rope
+from flashkernels.kvcache import PagedCache, append
 
 __all__ = [
     "flash_attn_func",
@@ -31,9 +44,10 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
 ]
 
-Result = Tensor | tuple[Tensor, Tensor, None]
+Result = Tensor | tuple[Tensor, Tensor, Tensor | None]
 
 
 def flash_attn_func(
@@ -58,14 +72,15 @@ def flash_attn_func(
         q: (batch, S_q, nheads, headdim)
         k: (batch, S_k, nheads_k, headdim)
         v: (batch, S_k, nheads_k, headdim)
-        dropout_p: must be 0.0.
+        dropout_p: share of the softmax weights to drop, by a seed from torch's generator.
         softmax_scale: defaults to headdim ** -0.5.
         causal: hide the keys after each query's position.
         window_size: (left, right) keys visible on each side of the position, inclusive; -1 is unbounded.
         softcap: c > 0 turns each scaled score s into c * tanh(s / c); 0 and below leave it.
         alibi_slopes: (nheads,) or (batch, nheads), adds `-slope * |i + S_k - S_q - j|` to the score of query i, key j.
-        deterministic: accepted; the result is deterministic either way.
-        return_attn_probs: return `(out, softmax_lse, None)`.
+        deterministic: makes the gradients the same to the bit in every run.
+        return_attn_probs: return `(out, softmax_lse, None)`; with dropout the third is the softmax, negative where a
+            weight was dropped, for tests on small inputs.
 
     Returns:
         out (batch, S_q, nheads, headdim), and on request softmax_lse (batch, nheads, S_q) in fp32 (fp64 for fp64).
@@ -76,7 +91,8 @@ def flash_attn_func(
     >>> out.shape, softmax_lse.shape
     (torch.Size([2, 5, 6, 72]), torch.Size([2, 6, 5]))
     """
-    _check_dropout(dropout_p)
+    seed = _seed(dropout_p, q)
+    softcap = max(softcap, 0.0)
     found = attention(
         q,
         k,
@@ -84,11 +100,18 @@ def flash_attn_func(
         causal=causal,
         softmax_scale=softmax_scale,
         window=window_size,
-        softcap=max(softcap, 0.0),
+        softcap=softcap,
         alibi_slopes=alibi_slopes,
         return_lse=return_attn_probs,
+        dropout_p=dropout_p,
+        dropout_seed=seed,
+        deterministic=deterministic,
     )
-    return (*found, None) if isinstance(found, tuple) else found
+    if not isinstance(found, tuple):
+        return found
+    if seed is None:
+        return *found, None
+    return *found, signed(q, k, seed, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
 
 
 def flash_attn_varlen_func(
@@ -134,8 +157,11 @@ def flash_attn_varlen_func(
     >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 4, 4, causal=True).shape
     torch.Size([7, 4, 40])
     """
-    _check_dropout(dropout_p)
+    seed = _seed(dropout_p, q)
+    softcap = max(softcap, 0.0)
     if block_table is not None:
+        if seed is not None:
+            raise UnsupportedError(f"dropout_p={dropout_p}: there is no dropout over pages (block_table)")
         block_table = block_table.contiguous()  # flash-attn also takes the left part of a larger table
     found = attention_varlen(
         q,
@@ -148,12 +174,34 @@ def flash_attn_varlen_func(
         causal=causal,
         softmax_scale=softmax_scale,
         window=window_size,
-        softcap=max(softcap, 0.0),
+        softcap=softcap,
         alibi_slopes=alibi_slopes,
         block_table=block_table,
         return_lse=return_attn_probs,
+        dropout_p=dropout_p,
+        dropout_seed=seed,
+        deterministic=deterministic,
     )
-    return (*found, None) if isinstance(found, tuple) else found
+    if not isinstance(found, tuple):
+        return found
+    if seed is None:
+        return *found, None
+    probs = signed_varlen(
+        q,
+        k,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seed,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+    )
+    return *found, probs
 
 
 def flash_attn_qkvpacked_func(
@@ -287,11 +335,113 @@ def flash_attn_varlen_kvpacked_func(
     )
 
 
-def _check_dropout(dropout_p: float) -> None:
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p={dropout_p} is not in [0, 1)")
-    if dropout_p > 0.0:
-        raise UnsupportedError(f"dropout_p={dropout_p}: there is no dropout kernel yet; pass 0.0")
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over a cache of keys and values, to which k and v are added first, in place.
+
+    Args:
+        q: (batch, S_q, nheads, headdim)
+        k_cache: (batch_cache, S_cache, nheads_k, headdim), or with block_table pages
+            (num_blocks, page_block_size, nheads_k, headdim).
+        v_cache: the same.
+        k, v: (batch, S_new, nheads_k, headdim), written to the cache after the keys that are there.
+        rotary_cos, rotary_sin: (S_ro, rotary_dim / 2): turn k, and q: at the places of the new keys where causal or
+            window_size hides something, else all at the first of them.
+        cache_seqlens: keys there are before k is added: (batch,) int32, or one number; by default the whole cache.
+        cache_batch_idx: (batch,): the row of the cache that each sequence is; not with block_table.
+        cache_leftpad: must be None.
+        block_table: (batch, max_num_blocks_per_seq) int32.
+        num_splits: accepted; the split follows from the lengths.
+
+    The other arguments are those of `flash_attn_func`.
+
+    Returns:
+        out (batch, S_q, nheads, headdim), and on request softmax_lse (batch, nheads, S_q) in fp32.
+
+    >>> import torch
+    >>> cache = torch.zeros(2, 16, 2, 8)
+    >>> q, new = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 2, 8)
+    >>> flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=3, causal=True).shape
+    torch.Size([2, 1, 4, 8])
+    >>> torch.equal(cache[:, 3], new[:, 0])
+    True
+    """
+    if cache_leftpad is not None:
+        raise UnsupportedError("cache_leftpad: padding on the left is not supported; pass None")
+    if (k is None) != (v is None):
+        raise ValueError("k and v belong together: one of them is missing")
+    batch, rows = q.shape[:2]
+    added = 0 if k is None else k.shape[1]
+    if block_table is None:
+        first = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx
+        table = first.to(torch.int32)[:, None].contiguous()
+    elif cache_batch_idx is not None:
+        raise ValueError("cache_batch_idx is for a cache without block_table")
+    else:
+        table = block_table.contiguous()
+    if cache_seqlens is None:
+        cache_seqlens = table.shape[1] * k_cache.shape[1] - added
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    cache = PagedCache(k_cache, v_cache, table, (cache_seqlens + added).to(torch.int32))
+    if k is not None:
+        append(cache, k, v, cos=rotary_cos, sin=rotary_sin, interleaved=rotary_interleaved)
+    if rotary_cos is not None and rotary_sin is not None:
+        steps = torch.arange(rows, device=q.device) if causal or window_size != (-1, -1) else q.new_zeros(rows).int()
+        ids = cache_seqlens[:, None] + steps
+        q, _ = rope(q, q[:, :, :0], rotary_cos, rotary_sin, position_ids=ids.int(), interleaved=rotary_interleaved)
+    if rows <= MOST_TOKENS:
+        return decode(
+            q,
+            cache,
+            causal=causal,
+            softmax_scale=softmax_scale,
+            window=window_size,
+            softcap=max(softcap, 0.0),
+            alibi_slopes=alibi_slopes,
+            return_lse=return_softmax_lse,
+        )
+    ends = torch.arange(0, batch * rows + 1, rows, dtype=torch.int32, device=q.device)
+    found = attention_paged(
+        q.reshape(batch * rows, *q.shape[2:]),
+        cache,
+        ends,
+        rows,
+        causal=causal,
+        softmax_scale=softmax_scale,
+        window=window_size,
+        softcap=max(softcap, 0.0),
+        alibi_slopes=alibi_slopes,
+        return_lse=return_softmax_lse,
+    )
+    out, lse = found if isinstance(found, tuple) else (found, None)
+    out = out.view(batch, rows, *out.shape[1:])
+    return out if lse is None else (out, lse.view(-1, batch, rows).transpose(0, 1))
+
+
+def _seed(dropout_p: float, q: Tensor) -> Tensor | None:
+    """The seed of one call, where it drops anything."""
+    check_dropout(dropout_p, None, q)
+    return seed_tensor(None, q.device) if dropout_p and isinstance(q, Tensor) else None
 
 
 def _unpacked(name: str, packed: Tensor, axes: tuple[str, ...]) -> tuple[Tensor, ...]:

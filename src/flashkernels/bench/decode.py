@@ -1,0 +1,202 @@
+"""Benchmarks of decoding: what the runner needs to know of a cache, and how far its formats are from bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+import flashkernels as fk
+from flashkernels.attention.reference import attention
+from flashkernels.bench import check, timing
+from flashkernels.bench.peers import Peer
+from flashkernels.bench.results import Row
+from flashkernels.bench.runner import (
+    HEAT_SECONDS,
+    BenchError as BenchError,
+    Contestant,
+    Subject,
+    measure,
+    theirs,
+)
+from flashkernels.bench.suites import Suite
+from flashkernels.decode.api import IMPLS
+from flashkernels.decode.cases import Case, inputs, suite as cases
+from flashkernels.decode.reference import keys_of
+from flashkernels.formats import FORMATS, decode as numbers, encode
+from flashkernels.hardware import Gpu, detect
+
+
+def run(
+    suite: Suite, peers: Sequence[Peer], *, impls: Sequence[str] | None = None, rounds: int = 5
+) -> Iterator[list[Row]]:
+    """Measures one case after the other and yields its rows."""
+    gpu = detect() if suite.device == "cuda" else None
+    if gpu:
+        timing.heat(HEAT_SECONDS)
+    for case in suite.cases:
+        rows = measure(case, suite, [*ours(case, gpu, impls), *theirs(peers)], gpu, rounds, SUBJECT)
+        yield [_counted(row, case, gpu) for row in rows]
+
+
+def choose(names: str) -> tuple[str, ...]:
+    """Our implementations by a comma-separated list of their names; "invariant" is triton with batch_invariant=True."""
+    wanted = tuple(name.strip() for name in names.split(","))
+    known = [*(impl.name for impl in IMPLS), INVARIANT]
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"impls={name!r} is not one of {', '.join(map(repr, known))}")
+    return wanted
+
+
+INVARIANT = "invariant"
+
+
+def ours(case: Case, gpu: Gpu | None, impls: Sequence[str] | None = None) -> list[Contestant]:
+    """Our implementations that take part: by default the best one that serves, and on a GPU what invariance costs."""
+    able = [impl.name for impl in IMPLS if impl.rejects(case.problem, gpu) is None]
+    if gpu:
+        able.append(INVARIANT)
+    best = [able[0], INVARIANT] if gpu else ["torch"]  # the time of Triton's interpreter says nothing
+    names = best if impls is None else [name for name in able if name in impls]
+    return [Contestant(name, False, partial(_our_call, impl=name)) for name in names]
+
+
+def launch_costs(device: str, impls: Sequence[str] | None = None) -> dict[str, float]:
+    """CPU microseconds of one eager call, at a size that costs the device next to nothing."""
+    case = cases("formats", device=device, quick=device == "cpu")[0]
+    args, kwargs = SUBJECT.inputs(case, device)
+    costs = {}
+    for contestant in ours(case, detect() if device == "cuda" else None, impls):
+        call = contestant.prepare(case, args, kwargs)
+        costs[contestant.name] = round(timing.launch_cost(call.run, device=device), 2)
+    return costs
+
+
+def _our_call(case: Case, args: tuple[Any, ...], kwargs: dict[str, Any], *, impl: str) -> timing.Call:
+    if impl == INVARIANT:
+        return timing.Call(lambda: fk.decode(*args, batch_invariant=True))
+    return timing.Call(lambda: fk.decode(*args, impl=impl))
+
+
+def _counted(row: Row, case: Case, gpu: Gpu | None) -> Row:
+    """The row with the figures of the keys that are there: `tbps` counts the cache's own bytes, read once."""
+    if not row.ok:
+        return row
+    flops, moved = case.flops(), case.cache_bytes()
+    figures: dict[str, Any] = {"tflops": flops / row.seconds / 1e12, "tbps": moved / row.seconds / 1e12}
+    if gpu:
+        compute, memory = flops / gpu.peak["bf16"], moved / gpu.bandwidth
+        figures |= {
+            "roofline": max(compute, memory) / row.seconds,
+            "bound": "compute" if compute >= memory else "memory",
+        }
+    return replace(row, **figures)
+
+
+# --- what is right
+
+
+def oracle(case: Case, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Attention in fp32 over the keys that come back from the cache, sequence by sequence."""
+    return _by_sequence(args, torch.float32)
+
+
+def plain(case: Case, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The same with keys, values and output rounded to the dtype of the queries."""
+    return _by_sequence(args, args[0].dtype).to(args[0].dtype)
+
+
+def _by_sequence(args: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
+    q, cache = args
+    outs = []
+    for b, length in enumerate(cache.lengths.tolist()):
+        k, v = (x.to(dtype) for x in keys_of(cache, b, length))
+        if dtype == torch.float32:
+            outs.append(attention(q[b : b + 1].float(), k[None], v[None], q.shape[-1] ** -0.5)[0])
+        else:
+            outs.append(_naive(q[b : b + 1], k[None], v[None]))
+    return torch.cat(outs)
+
+
+def _naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One query of each head in its own dtype, as a user would write it."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
+    p = torch.softmax(q.transpose(1, 2) @ k.mT * q.shape[-1] ** -0.5, -1)
+    return (p @ v).transpose(1, 2)
+
+
+def _params(case: Case, suite: Suite) -> dict[str, Any]:
+    """Everything that changes the figure."""
+    p = case.problem
+    params: dict[str, Any] = {"batch": p.batch, "context": p.context, "kv": p.format, "page_size": p.page_size}
+    if len(set(case.lengths)) > 1:
+        params["keys"] = sum(case.lengths)
+    params |= {"heads": p.heads, "kv_heads": p.kv_heads, "head_dim": p.head_dim}
+    if p.head_dim_v != p.head_dim:
+        params["head_dim_v"] = p.head_dim_v
+    return params | {"dtype": p.dtype, "launch": suite.launch, "l2": suite.l2}
+
+
+SUBJECT = Subject(
+    inputs=lambda case, device: (inputs(case, device=device), {}),
+    oracle=oracle,
+    plain=plain,
+    error=lambda found, reference, case: check.relative_error(cast(Tensor, found), reference),
+    params=_params,
+)
+
+
+# --- how far the formats are from bf16
+
+OUTLIERS, OUTLIER_SIZE = 0.01, 20.0  # the share of channels that are so many times as large
+QUANTISED = tuple(form.name for form in FORMATS.values() if form.quantised)
+
+
+def accuracy(
+    device: str, *, draws: int = 16, keys: int = 1024, heads: int = 8, dim: int = 128
+) -> dict[str, dict[str, tuple[float, float]]]:
+    """Relative errors of the output and of the attention probabilities, by distribution of K and V and by format.
+
+    Against bf16 keys and values, all attended to in fp32, so that nothing but the format shows. Means over draws: how
+    much an outlier channel matters depends on the queries it meets.
+    """
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for name, share in (("normal", 0.0), (f"{OUTLIERS:.0%} of channels {OUTLIER_SIZE:.0f}x", OUTLIERS)):
+        errors: dict[str, list[tuple[float, float]]] = {form: [] for form in QUANTISED}
+        for seed in range(draws):
+            random = torch.Generator(device).manual_seed(seed)
+            q, k, v = (torch.randn(heads, n, dim, generator=random, device=device) for n in (16, keys, keys))
+            for x in (k, v):  # an outlier is a channel of one head, the same for all tokens
+                large = torch.ones(heads * dim, device=device)
+                large[torch.randperm(heads * dim, generator=random, device=device)[: round(share * heads * dim)]] = (
+                    OUTLIER_SIZE
+                )
+                x *= large.view(heads, 1, dim)
+            q, k, v = (x.bfloat16().float() for x in (q, k, v))
+            p, out = _attended(q, k, v)
+            for form in QUANTISED:
+                p_small, out_small = _attended(q, *(numbers(*_stored(x, form)) for x in (k, v)))
+                errors[form].append((check.relative_error(out_small, out), check.relative_error(p_small, p)))
+        found[name] = {form: _mean(each) for form, each in errors.items()}
+    return found
+
+
+def _mean(errors: list[tuple[float, float]]) -> tuple[float, float]:
+    outs, probabilities = (sum(x) / len(errors) for x in zip(*errors, strict=True))
+    return float(f"{outs:.4g}"), float(f"{probabilities:.4g}")
+
+
+def _stored(x: Tensor, form: str) -> tuple[Tensor, Any, Tensor | None]:
+    stored, scale = encode(x, FORMATS[form])
+    return stored, FORMATS[form], scale
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    p = torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1)
+    return p, p @ v

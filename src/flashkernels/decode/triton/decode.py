@@ -1,0 +1,616 @@
+"""The portable decode: one Triton kernel that reads each key and value of a paged cache once, whatever its format.
+
+Query heads that share a KV head, times tokens, are the rows of one matrix product. The head dimension is a sum of
+powers of two, as in the attention forward. Work is dealt out by `schedule.py`; what is left in parts is joined by
+`combine.py`.
+
+Scales stay out of the products: of a key it multiplies the scores of its column. Of a value it multiplies the
+weights, and the running maximum is that of their products: so those are at most 1 before they are rounded to 16 bits,
+however small the scales. INT4 has a scale for each 32 columns: there it multiplies the numbers themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from flashkernels.attention.triton.forward import (
+    LN2,
+    LOG2E,
+    accumulate,
+    has_nan,
+    logits,
+    rescale,
+    scores,
+    visible_poison,
+)
+from flashkernels.decode.problem import DecodeProblem
+from flashkernels.decode.tensors import Call, Run, empty_lse, empty_output
+from flashkernels.decode.triton import tiles
+from flashkernels.decode.triton.combine import Combine
+from flashkernels.decode.triton.convert import phases
+from flashkernels.decode.triton.schedule import find, range_start, shape_of, total_items
+from flashkernels.formats import FORMATS
+from flashkernels.hardware import GPUS, Gpu
+from flashkernels.jit.launch import Launcher, compile_options
+from flashkernels.kvcache.triton.append import as_bytes
+
+FAR = 1 << 30  # a window wider than any sequence; keeps positions inside 32 bits
+CAREFUL = tl.constexpr(16)  # keys and columns at a time where V holds NaN or Inf
+SEARCH = (128, 1024)  # sequences looked at together
+
+
+@triton.constexpr_function
+def before(chunks, i):
+    """Columns before chunk i."""
+    return sum(chunks[:i])
+
+
+@triton.jit
+def load_queries(rows, inside, stride_qd, DIM: tl.constexpr, CHUNKS: tl.constexpr, PACKED: tl.constexpr):
+    """The chunks of Q; where K has two numbers in a byte, first the even columns, then the odd ones."""
+    found = ()
+    for odd in tl.static_range(PACKED):
+        for i in tl.static_range(len(CHUNKS)):
+            cols = (before(CHUNKS, i) + tl.arange(0, tl.constexpr(CHUNKS[i]))) * PACKED + odd
+            at = rows[:, None] + cols[None, :] * stride_qd
+            found = found + (tl.load(at, mask=inside[:, None] & (cols < DIM)[None, :], other=0.0),)
+    return found
+
+
+@triton.jit
+def load_chunks(ptr, rows, inside, STORED: tl.constexpr, CHUNKS: tl.constexpr):
+    """The chunks of stored rows, zeros outside (None: all rows may be read)."""
+    found = ()
+    for i in tl.static_range(len(CHUNKS)):
+        cols = before(CHUNKS, i) + tl.arange(0, tl.constexpr(CHUNKS[i]))
+        at = ptr + rows[:, None] + cols[None, :]
+        if before(CHUNKS, i + 1) > STORED:
+            if inside is None:
+                tile = tl.load(at, mask=(cols < STORED)[None, :], other=0)
+            else:
+                tile = tl.load(at, mask=inside[:, None] & (cols < STORED)[None, :], other=0)
+        elif inside is None:
+            tile = tl.load(at)
+        else:
+            tile = tl.load(at, mask=inside[:, None], other=0)
+        found = found + (tile,)  # [BLOCK_N, CHUNKS[i]]
+    return found
+
+
+@triton.jit
+def roughly_log2(x):
+    """To a tenth, of a positive number; 16 of NaN. The running maximum need not be exact, only the same for all."""
+    bits = x.to(tl.int32, bitcast=True).to(tl.float32)
+    return tl.minimum(bits * (2.0**-23) - 127.0, 16.0)
+
+
+@triton.jit
+def group_scales(
+    scale_ptr, rows, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr, GROUPS: tl.constexpr,
+    CLEAN: tl.constexpr,
+):  # fmt: skip
+    """Scales of INT4 for WIDTH elements from FIRST on: one for each EACH of them, next to each."""
+    at = FIRST // EACH + tl.arange(0, WIDTH // EACH)
+    scale = tl.load(
+        scale_ptr + rows[:, None] + at[None, :], mask=inside[:, None] & (at < GROUPS)[None, :], other=0.0
+    )  # fmt: skip
+    if CLEAN:  # a broken row is then told by its logits: here its NaN would reach those who do not see it
+        scale = tl.where(scale == scale, scale, 0.0)
+    spread = tl.broadcast_to(scale[:, :, None], (rows.shape[0], WIDTH // EACH, EACH))
+    return tl.reshape(spread, (rows.shape[0], WIDTH))
+
+
+@triton.jit
+def numbers(
+    stored, scale_ptr, scale_rows, inside, CHUNKS: tl.constexpr, PACKED: tl.constexpr, KIND: tl.constexpr,
+    DTYPE: tl.constexpr, PAIRS: tl.constexpr, GROUPED: tl.constexpr, GROUPS: tl.constexpr, CLEAN: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """What is multiplied: stored chunks as numbers. First the first phase of all chunks, then the second."""
+    each = ()
+    for i in tl.static_range(len(CHUNKS)):
+        tiles = phases(stored[i], KIND, PAIRS, DTYPE, NATIVE)
+        if GROUPED:
+            scale = group_scales(
+                scale_ptr, scale_rows, inside, before(CHUNKS, i), CHUNKS[i], 32 // PACKED, GROUPS, CLEAN
+            )
+            scaled = ()
+            for j in tl.static_range(PACKED):
+                scaled = scaled + (tiles[j] * scale.to(DTYPE),)
+            tiles = scaled
+        each = each + (tiles,)
+    found = ()
+    for j in tl.static_range(PACKED):
+        for i in tl.static_range(len(CHUNKS)):
+            found = found + (each[i][j],)
+    return found
+
+
+@triton.jit
+def first_chunks(k, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, PACKED: tl.constexpr):
+    """Values that are the first columns of the keys."""
+    found = ()
+    for odd in tl.static_range(PACKED):
+        for i in tl.static_range(CHUNKS_V):
+            found = found + (k[odd * CHUNKS + i],)
+    return found
+
+
+@triton.jit
+def see(
+    pos, offs_n, inside, token, length, count, left, right, tree_ptr, stride_treet, stride_treek,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """Which keys each row sees, [BLOCK_M, BLOCK_N]."""
+    seen = tl.broadcast_to(inside[None, :], (pos.shape[0], offs_n.shape[0]))
+    if RIGHT:
+        seen = seen & (offs_n[None, :] <= (pos + right)[:, None])
+    if LEFT:
+        seen = seen & (offs_n[None, :] >= (pos - left)[:, None])
+    if TREE:
+        newest = offs_n - (length - count)  # of the `count` newest keys
+        asked = seen & (newest >= 0)[None, :] & (token < count)[:, None]
+        shown = tl.load(tree_ptr + token[:, None] * stride_treet + newest[None, :] * stride_treek, mask=asked, other=1)
+        seen = seen & (shown != 0)
+    return seen
+
+
+@triton.jit
+def pages_of(table_ptr, n, last, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr):
+    """The pages of BLOCK_N keys from n on, and the slots there. `n` is a multiple of BLOCK_N; keys past the page `last`
+    take its rows, so that what is read may always be read."""
+    step = tl.arange(0, BLOCK_N)
+    if ONE_PAGE:
+        page = tl.load(table_ptr) + tl.zeros_like(step)
+        slot = tl.minimum(n + step, PAGE - 1).to(tl.int64)
+    elif BLOCK_N % PAGE == 0:
+        page = tl.load(table_ptr + tl.minimum(n // PAGE + step // PAGE, last))
+        slot = step % PAGE
+    else:
+        page = tl.load(table_ptr + tl.minimum((n + step) // PAGE, last))
+        slot = ((n + step) % PAGE).to(tl.int64)
+    return page.to(tl.int64), slot
+
+
+@triton.jit
+def token_scales(scale_ptr, rows, head, inside, HEAD: tl.constexpr, WORDS: tl.constexpr):
+    """The scales of keys or values, fp32, 1 outside. A copy that runs ahead takes 32 bits at least: where heads lie
+    next to each other, a scale is read with its neighbour."""
+    if WORDS:
+        words = scale_ptr.to(tl.pointer_type(tl.int32))
+        both = tl.load(words + rows // 2 + head // 2, mask=inside, other=0x3C003C00)  # twice 1.0
+        scale = (both >> (16 * (head % 2)).to(tl.int32)).to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        scale = tl.load(scale_ptr + rows + head * HEAD, mask=inside, other=1.0)
+    return scale.to(tl.float32)
+
+
+@triton.jit
+def store_chunks(
+    rows, acc, factor, inside, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """Writes the accumulator times a factor for each row; `rows` are pointers."""
+    for odd in tl.static_range(PACKED):
+        for i in tl.static_range(len(CHUNKS)):
+            cols = (before(CHUNKS, i) + tl.arange(0, tl.constexpr(CHUNKS[i]))) * PACKED + odd
+            value = acc[odd * len(CHUNKS) + i] * factor[:, None]
+            at = rows[:, None] + cols[None, :]
+            tl.store(at, value.to(rows.dtype.element_ty), mask=inside[:, None] & (cols < DIM_V)[None, :])
+
+
+@triton.jit
+def clear_empty(
+    out_ptr, lse_ptr, sinks_ptr, length_ptr, cu_ptr, batch, tokens, heads, programs,
+    stride_ob, stride_ot, stride_oh, stride_lb, stride_lh, stride_sh,
+    DIM_V: tl.constexpr,
+):  # fmt: skip
+    """Sequences without keys are in nobody's range: their output is 0, their log-sum-exp that of the sink alone."""
+    for b in tl.range(tl.program_id(0), batch, programs):
+        if tl.load(length_ptr + b) <= 0:
+            first = tl.zeros((), tl.int32)
+            count = tokens
+            if cu_ptr is not None:
+                first = tl.load(cu_ptr + b)
+                count = tl.load(cu_ptr + b + 1) - first
+            own = tl.zeros((), tl.int64) + b
+            if cu_ptr is not None:
+                own = own * 0
+            for row in tl.range(0, count * heads, 16):
+                at = row + tl.arange(0, 16)
+                there = at < count * heads
+                token = (first + at // heads).to(tl.int64)
+                head = at % heads
+                for col in tl.range(0, DIM_V, 64):
+                    cols = col + tl.arange(0, 64)
+                    to = out_ptr + (own * stride_ob + token * stride_ot + head * stride_oh)[:, None] + cols[None, :]
+                    zero = tl.zeros((16, 64), out_ptr.dtype.element_ty)
+                    tl.store(to, zero, mask=there[:, None] & (cols < DIM_V)[None, :])
+                if lse_ptr is not None:
+                    value = tl.full((16,), float("-inf"), tl.float32)
+                    if sinks_ptr is not None:
+                        value = tl.load(sinks_ptr + head * stride_sh, mask=there, other=0.0).to(tl.float32)
+                    tl.store(lse_ptr + own * stride_lb + head * stride_lh + token, value, mask=there)
+
+
+@triton.jit
+def careful(
+    rows, q, m, factor, inside_m, k_ptr, v_ptr, table_ptr, start, end, first, length, count, left, right, scale,
+    softcap, slope, pos, token, tree_ptr, stride_treet, stride_treek,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr,
+    K_PAGE: tl.constexpr, K_SLOT: tl.constexpr, V_PAGE: tl.constexpr, V_SLOT: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The accumulator where V holds NaN or Inf: these only for the rows that see them. Rare, so in small blocks."""
+    m_safe = tl.where(m == float("-inf"), 0.0, m)
+    for d in tl.range(0, DIM_V, CAREFUL):
+        cols = d + tl.arange(0, CAREFUL)
+        out = tl.zeros((pos.shape[0], CAREFUL), tl.float32)
+        for n in tl.range(start, end, CAREFUL, num_stages=1):
+            offs_n = n + tl.arange(0, CAREFUL)
+            inside = (offs_n < end) & (offs_n >= first)
+            page, slot = pages_of(table_ptr, n, (length - 1) // PAGE, CAREFUL, PAGE, ONE_PAGE)
+            k = load_chunks(k_ptr, page * K_PAGE + slot * K_SLOT, inside, DIM, CHUNKS)
+            s = logits(scores(q, k, PRECISION), scale, softcap, slope, pos, offs_n, 0, SOFTCAP, ALIBI)
+            seen = see(pos, offs_n, inside, token, length, count, left, right, tree_ptr, stride_treet, stride_treek,
+                       LEFT, RIGHT, TREE)  # fmt: skip
+            p = tl.exp2(tl.where(seen, s, float("-inf")) - m_safe[:, None])
+            at = v_ptr + (page * V_PAGE + slot * V_SLOT)[:, None] + cols[None, :]
+            v = tl.load(at, mask=inside[:, None] & (cols < DIM_V)[None, :], other=0.0)
+            out = tl.dot(p.to(v.dtype), tl.where(v - v == 0, v, 0.0).to(v.dtype), out, input_precision=PRECISION)
+            out += visible_poison(seen, v)
+        value = (out * factor[:, None]).to(rows.dtype.element_ty)
+        tl.store(rows[:, None] + cols[None, :], value, mask=inside_m[:, None] & (cols < DIM_V)[None, :])
+
+
+@triton.jit
+def finish(
+    rows, acc, q, m, factor, inside_m, k_ptr, v_ptr, table_ptr, start, end, first, length, count, left, right, scale,
+    softcap, slope, pos, token, tree_ptr, stride_treet, stride_treek,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, PACKED: tl.constexpr,
+    PAGE: tl.constexpr, ONE_PAGE: tl.constexpr, K_PAGE: tl.constexpr, K_SLOT: tl.constexpr, V_PAGE: tl.constexpr,
+    V_SLOT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    TREE: tl.constexpr, MIXED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Writes the accumulator. A hidden key has weight 0, but 0 * Inf is NaN: where rows do not all see the same keys
+    and a NaN shows, it is made again with care."""
+    if MIXED:
+        if has_nan(acc):
+            careful(rows, q, m, factor, inside_m, k_ptr, v_ptr, table_ptr, start, end, first, length, count, left,
+                    right, scale, softcap, slope, pos, token, tree_ptr, stride_treet, stride_treek, DIM, DIM_V, CHUNKS,
+                    PAGE, ONE_PAGE, K_PAGE, K_SLOT, V_PAGE, V_SLOT, LEFT, RIGHT, TREE, SOFTCAP, ALIBI,
+                    PRECISION)  # fmt: skip
+        else:
+            store_chunks(rows, acc, factor, inside_m, DIM_V, CHUNKS_V, PACKED)
+    else:
+        store_chunks(rows, acc, factor, inside_m, DIM_V, CHUNKS_V, PACKED)
+
+
+@triton.jit(do_not_specialize=["batch", "tokens", "heads", "group", "kv_heads", "left", "right", "programs"])
+def decode_kernel(
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, length_ptr, cu_ptr, tree_ptr, slopes_ptr, sinks_ptr,
+    out_ptr, lse_ptr, part_ptr, state_ptr,
+    stride_qb: tl.int64, stride_qt: tl.int64, stride_qh: tl.int64, stride_qd,
+    stride_tb: tl.int64, stride_treeb: tl.int64, stride_treet: tl.int64, stride_treek: tl.int64,
+    stride_slb: tl.int64, stride_slh: tl.int64, stride_sh: tl.int64,
+    stride_ob: tl.int64, stride_ot: tl.int64, stride_oh: tl.int64, stride_lb: tl.int64, stride_lh: tl.int64,
+    batch, tokens, heads, group, kv_heads, left, right, programs, scale, softcap,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, STORED: tl.constexpr, STORED_V: tl.constexpr, CHUNKS: tl.constexpr,
+    CHUNKS_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GRAIN: tl.constexpr, STAGES: tl.constexpr,
+    PAGE: tl.constexpr, ONE_PAGE: tl.constexpr, K_PAGE: tl.constexpr, K_SLOT: tl.constexpr, K_HEAD: tl.constexpr,
+    V_PAGE: tl.constexpr, V_SLOT: tl.constexpr, V_HEAD: tl.constexpr, A_PAGE: tl.constexpr, A_SLOT: tl.constexpr,
+    A_HEAD: tl.constexpr, B_PAGE: tl.constexpr, B_SLOT: tl.constexpr, B_HEAD: tl.constexpr, KIND: tl.constexpr,
+    PAIRS: tl.constexpr, PACKED: tl.constexpr, SCALES: tl.constexpr, SCALE_WORDS: tl.constexpr, GROUPS: tl.constexpr,
+    GROUPS_V: tl.constexpr, SHARED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr,
+    MIXED: tl.constexpr, SEVERAL: tl.constexpr, SOFTCAP: tl.constexpr, INVARIANT: tl.constexpr, NATIVE: tl.constexpr,
+    EARLY: tl.constexpr, SEARCH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    RAGGED: tl.constexpr = cu_ptr is not None
+    ALIBI: tl.constexpr = slopes_ptr is not None
+    GROUPED: tl.constexpr = KIND == "int4" and SCALES == "token"
+    BY_TOKEN: tl.constexpr = SCALES == "token" and not GROUPED
+    WIDE: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    # Quantised numbers are exact in fp16, and get there fast.
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty if KIND == "plain" or WIDE else tl.float16
+    NORMED: tl.constexpr = q_ptr.dtype.element_ty != DTYPE
+
+    pid = tl.program_id(0)
+    total = total_items(batch, length_ptr, cu_ptr, tokens, group, kv_heads, left, BLOCK_M, BLOCK_N, GRAIN, LEFT, SEARCH)
+    working = tl.maximum(tl.minimum(programs, total), 1)
+    item = range_start(tl.minimum(pid, working), total, working)
+    begin = item
+    stop = range_start(tl.minimum(pid + 1, working), total, working)
+    b, base = find(
+        item, batch, length_ptr, cu_ptr, tokens, group, kv_heads, left, BLOCK_M, BLOCK_N, GRAIN, LEFT, SEARCH
+    )
+    length, count, lowest, blocks, items = shape_of(
+        b, b < batch, length_ptr, cu_ptr, tokens, group, left, BLOCK_M, BLOCK_N, GRAIN, LEFT
+    )  # fmt: skip
+
+    while item < stop:
+        unit = (item - base) // items
+        i0 = item - base - unit * items
+        i1 = tl.minimum(items, i0 + stop - item)
+        if INVARIANT:
+            i1 = i0 + 1
+        head_k = (unit // blocks).to(tl.int64)
+        row0 = unit % blocks * BLOCK_M
+
+        # rows are (token, query head of this KV head)
+        row = row0 + tl.arange(0, BLOCK_M)
+        inside_m = row < count * group
+        token = row // group
+        head = head_k * group + row % group
+        pos = length - count + token
+        wide_b = b.to(tl.int64)
+        first_row = tl.zeros((), tl.int64)
+        if RAGGED:
+            first_row = tl.load(cu_ptr + b).to(tl.int64)
+            wide_b = wide_b * 0
+        q_rows = q_ptr + wide_b * stride_qb + (first_row + token) * stride_qt + head * stride_qh
+        q = load_queries(q_rows, inside_m, stride_qd, DIM, CHUNKS, PACKED)
+        factor = tl.full((BLOCK_M,), 1.0, tl.float32) * scale
+        if NORMED:  # bf16 as fp16: scaled by a power of two for each row, which loses nothing
+            most = tl.zeros((BLOCK_M,), tl.float32)
+            for i in tl.static_range(len(q)):
+                most = tl.maximum(most, tl.max(tl.abs(q[i].to(tl.float32)), 1))
+            power = tl.exp2(tl.floor(tl.log2(tl.maximum(most, 1e-30))))
+            turned = ()
+            for i in tl.static_range(len(q)):
+                turned = turned + ((q[i].to(tl.float32) / power[:, None]).to(DTYPE),)
+            q = turned
+            factor = factor * power
+        if SCALES == "head":
+            factor = factor * tl.load(k_scale_ptr + head_k).to(tl.float32)
+        slope = 0.0
+        if ALIBI:
+            own_slopes = slopes_ptr + b.to(tl.int64) * stride_slb + head * stride_slh
+            slope = (tl.load(own_slopes, mask=inside_m, other=0.0).to(tl.float32) * LOG2E)[:, None]
+
+        # keys of this part, less those that no row of the block sees
+        start = lowest + i0 * GRAIN
+        end = tl.minimum(lowest + i1 * GRAIN, length)
+        first = tl.zeros((), tl.int32)
+        if RIGHT:
+            last_token = tl.minimum(count - 1, (row0 + BLOCK_M - 1) // group)
+            end = tl.minimum(end, length - count + last_token + right + 1)
+        if LEFT:
+            first = length - count + row0 // group - left
+            start = start + tl.maximum(first - start, 0) // BLOCK_N * BLOCK_N
+
+        m = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # running maximum, log2 units
+        weight = tl.zeros((BLOCK_M,), tl.float32)  # running sum
+        acc = ()
+        for i in tl.static_range(PACKED * len(CHUNKS_V)):
+            acc = acc + (tl.zeros((BLOCK_M, tl.constexpr(CHUNKS_V[i % len(CHUNKS_V)])), tl.float32),)
+        k_head = k_ptr + head_k * K_HEAD
+        v_head = v_ptr + head_k * V_HEAD
+        table = table_ptr + b.to(tl.int64) * stride_tb
+        tree = tree_ptr
+        if TREE:
+            tree = tree_ptr + b.to(tl.int64) * stride_treeb
+        k_scale = k_scale_ptr
+        v_scale = v_scale_ptr
+        if SCALES == "token":
+            k_scale = k_scale_ptr + head_k * A_HEAD
+            v_scale = v_scale_ptr + head_k * B_HEAD
+
+        last = (length - 1) // PAGE
+        page, slot = pages_of(table, start, last, BLOCK_N, PAGE, ONE_PAGE)
+        for n in tl.range(start, end, BLOCK_N, num_stages=STAGES):
+            offs_n = n + tl.arange(0, BLOCK_N)
+            inside = (offs_n < end) & (offs_n >= first)
+            k_rows = page * K_PAGE + slot * K_SLOT
+            v_rows = page * V_PAGE + slot * V_SLOT
+            a_rows = page * A_PAGE + slot * A_SLOT
+            b_rows = page * B_PAGE + slot * B_SLOT
+            # Pages are looked up a step ahead: a load before a load would take half of the pipeline's stages.
+            page, slot = pages_of(table, n + BLOCK_N, last, BLOCK_N, PAGE, ONE_PAGE)
+            # What is hidden in K makes scores that are never used. In V it must be finite, for its weight of 0 to hide
+            # it; integers are.
+            asked = None if KIND == "int8" or KIND == "int4" else inside
+            stored = load_chunks(k_head, k_rows, asked if SHARED else None, STORED, CHUNKS)
+            k = numbers(stored, k_scale, a_rows, inside, CHUNKS, PACKED, KIND, DTYPE, PAIRS, GROUPED, GROUPS,
+                        SEVERAL and SHARED, NATIVE)  # fmt: skip
+            s = scores(q, k, PRECISION) * (factor[:, None] if SCALES != "" or NORMED else scale)
+            if BY_TOKEN:
+                s = s * token_scales(k_scale_ptr, a_rows, head_k, inside, A_HEAD, SCALE_WORDS)[None, :]
+            s = logits(s, 1.0, softcap, slope, pos, offs_n, 0, SOFTCAP, ALIBI)
+            seen = see(pos, offs_n, inside, token, length, count, left, right, tree, stride_treet, stride_treek,
+                       LEFT, RIGHT, TREE)  # fmt: skip
+            if GROUPED and SEVERAL:  # a broken row of INT4 has NaN in each of its scales
+                broken = tl.load(k_scale + a_rows, mask=inside, other=0.0) + tl.load(
+                    v_scale + b_rows, mask=inside, other=0.0
+                )
+                s = tl.where((broken == broken)[None, :], s, float("nan"))
+            s = tl.where(seen, s, float("-inf"))
+            top = s
+            if BY_TOKEN:
+                v_factor = token_scales(v_scale_ptr, b_rows, head_k, inside, B_HEAD, SCALE_WORDS)
+                top = s + roughly_log2(v_factor)[None, :]
+            m_new = tl.maximum(m, tl.max(top, 1))
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
+            alpha = tl.exp2(m - m_safe)
+            p = tl.exp2(s - m_safe[:, None])
+            weight = weight * alpha + tl.sum(p, 1)
+            if BY_TOKEN:
+                p = p * v_factor[None, :]
+                if SEVERAL:  # the scale of a key that some rows do not see may be NaN
+                    p = tl.where(seen, p, 0.0)
+            m = m_new
+            if SHARED:
+                v = first_chunks(k, len(CHUNKS), len(CHUNKS_V), PACKED)
+            else:
+                v_stored = load_chunks(v_head, v_rows, asked, STORED_V, CHUNKS_V)
+                v = numbers(v_stored, v_scale, b_rows, inside, CHUNKS_V, PACKED, KIND, DTYPE, PAIRS, GROUPED, GROUPS_V,
+                            SEVERAL, NATIVE)  # fmt: skip
+            acc = accumulate(rescale(acc, alpha), p, v, PRECISION)
+
+        whole = (i0 == 0) & (i1 == items)
+        value = tl.full((BLOCK_M,), 1.0, tl.float32)
+        if SCALES == "head":
+            value = value * tl.load(v_scale_ptr + head_k).to(tl.float32)
+        if whole:
+            top = m
+            if sinks_ptr is not None:  # one more logit per head, without a value
+                sink = tl.load(sinks_ptr + head * stride_sh, mask=inside_m, other=0.0).to(tl.float32) * LOG2E
+                top = tl.maximum(m, sink)
+                safe = tl.where(top == float("-inf"), 0.0, top)
+                alpha = tl.exp2(m - safe)
+                weight = weight * alpha + tl.exp2(sink - safe)
+                value = value * alpha
+            out_rows = out_ptr + wide_b * stride_ob + (first_row + token) * stride_ot + head * stride_oh
+            if lse_ptr is not None:
+                lse = tl.where(weight == 0, float("-inf"), (top + tl.log2(weight)) * LN2)
+                tl.store(lse_ptr + wide_b * stride_lb + head * stride_lh + first_row + token, lse, mask=inside_m)
+            value = value / tl.where(weight == 0, 1.0, weight)
+            finish(out_rows, acc, q, m, value, inside_m, k_head, v_head, table, start, end, first, length, count, left,
+                   right, scale, softcap, slope, pos, token, tree, stride_treet, stride_treek, DIM, DIM_V, CHUNKS,
+                   CHUNKS_V, PACKED, PAGE, ONE_PAGE, K_PAGE, K_SLOT, V_PAGE, V_SLOT, LEFT, RIGHT, TREE, MIXED, SOFTCAP,
+                   ALIBI, PRECISION)  # fmt: skip
+        else:
+            place = 2 * pid + (item > begin).to(tl.int32)
+            if INVARIANT:
+                place = item
+            at = place.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+            tl.store(state_ptr + 2 * at, m, mask=inside_m)
+            tl.store(state_ptr + 2 * at + 1, weight, mask=inside_m)
+            part_rows = part_ptr + at * DIM_V
+            finish(part_rows, acc, q, m, value, inside_m, k_head, v_head, table, start, end, first, length, count, left,
+                   right, scale, softcap, slope, pos, token, tree, stride_treet, stride_treek, DIM, DIM_V, CHUNKS,
+                   CHUNKS_V, PACKED, PAGE, ONE_PAGE, K_PAGE, K_SLOT, V_PAGE, V_SLOT, LEFT, RIGHT, TREE, MIXED, SOFTCAP,
+                   ALIBI, PRECISION)  # fmt: skip
+
+        item += i1 - i0
+        while (item < stop) & (item - base >= items * blocks * kv_heads):  # on to the next sequence that has keys
+            base += items * blocks * kv_heads
+            b += 1
+            length, count, lowest, blocks, items = shape_of(
+                b, b < batch, length_ptr, cu_ptr, tokens, group, left, BLOCK_M, BLOCK_N, GRAIN, LEFT
+            )  # fmt: skip
+
+    if EARLY:
+        gdc_launch_dependents()  # the programs that join parts may come; they wait for the end of this grid
+    clear_empty(out_ptr, lse_ptr, sinks_ptr, length_ptr, cu_ptr, batch, tokens, heads, programs,
+                stride_ob, stride_ot, stride_oh, stride_lb, stride_lh, stride_sh, DIM_V)  # fmt: skip
+
+
+def plan(problem: DecodeProblem, gpu: Gpu | None, call: Call) -> Run:
+    """Chooses the tile and lays out all of a launch that the signature decides; returns what is left to run."""
+    q, cache = _dense(call.q), call.cache
+    tile = tiles.choose(problem, gpu or GPUS["h200"])  # the interpreter takes the tiles of a real GPU
+    programs = tiles.programs(tile, gpu)
+    k_steps, v_steps = strides_of(cache.k), strides_of(cache.v)
+    fixed = constants(
+        problem, tile, k_steps, v_steps, strides_of(cache.k_scale), strides_of(cache.v_scale), gpu
+    )  # fmt: skip
+    pairs = fixed["PAIRS"]
+    launcher = Launcher(decode_kernel, fixed, compile_options(tile.warps, tile.stages, 0))
+    combine = Combine(problem, tile, fixed, programs)
+    device = q.device.index
+
+    out = empty_output(q, problem.head_dim_v)
+    lse_strides = (0, q.shape[0]) if problem.ragged else (problem.heads * problem.tokens, problem.tokens)
+    left, right = problem.band
+    output_strides = (*_three(out), *lse_strides)
+    tree, slopes, sinks = call.tree_mask, call.alibi_slopes, call.sinks
+    fixed_numbers = (
+        *_three(q), q.stride(-1), cache.block_table.stride(0),
+        *((0, 0, 0) if tree is None else (0, *tree.stride())[-3:]),
+        *((0, 0) if slopes is None else (0, *slopes.stride())[-2:]), 0 if sinks is None else sinks.stride(0),
+        *output_strides, problem.batch, problem.tokens, problem.heads, problem.group, problem.kv_heads,
+        *(min(max(side, 0), FAR) for side in (left, right)), programs,
+    )  # fmt: skip
+    combine_numbers = (
+        *output_strides, 0 if sinks is None else sinks.stride(0), problem.batch, problem.tokens, problem.group,
+        problem.kv_heads, min(max(left, 0), FAR), programs,
+    )  # fmt: skip
+    empty = problem.batch == 0 or problem.total == 0
+
+    def launch(call: Call, softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
+        q, cache, tree, slopes, sinks, cu = call
+        q = _dense(q)
+        out = empty_output(q, problem.head_dim_v)
+        lse = empty_lse(q) if problem.need_lse else None
+        if empty:
+            return out, lse
+        part, state = combine.workspace(q)
+        launcher(
+            programs, device,
+            (q, elements(cache.k, pairs), elements(cache.v, pairs), cache.k_scale, cache.v_scale, cache.block_table,
+             cache.lengths, cu,
+             tree, slopes, sinks, out, lse, part, state),
+            (*fixed_numbers, softmax_scale * LOG2E.value, softcap * LOG2E.value),
+        )  # fmt: skip
+        combine(device, (part, state, cache.lengths, cu, sinks, out, lse), combine_numbers)
+        return out, lse
+
+    def run(call: Call, softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
+        if device is None or device == torch.cuda.current_device():
+            return launch(call, softmax_scale, softcap)
+        with torch.cuda.device(device):
+            return launch(call, softmax_scale, softcap)
+
+    return run
+
+
+def constants(
+    problem: DecodeProblem, tile: tiles.DecodeTile, k: tuple[int, ...], v: tuple[int, ...], k_scale: tuple[int, ...],
+    v_scale: tuple[int, ...], gpu: Gpu | None,
+) -> dict[str, Any]:  # fmt: skip
+    """The kernel's compile-time arguments, in its order. The strides of pages are among them: what is known of them
+    makes loads wide, and one multiplication serves all tensors of equal strides."""
+    form = FORMATS[problem.format]
+    packed = tiles.packed(problem, k, v)
+    pairs = packed > form.packed
+    cut = tiles.chunks(problem.head_dim, packed)
+    cut_v = tiles.chunks(problem.head_dim_v, packed, tiles.narrowest(tile.block_m))
+    left, right = problem.band
+    several = problem.ragged or problem.tokens > 1
+    right_hides = right >= 0 and several  # the newest token sees all keys
+    chunk = max(tiles.CHUNK, tile.block_n)
+    steps = [step // (2 if pairs else 1) for step in (*k, *v)]
+    return {
+        "DIM": problem.head_dim, "DIM_V": problem.head_dim_v, "STORED": problem.head_dim // packed,
+        "STORED_V": problem.head_dim_v // packed, "CHUNKS": cut, "CHUNKS_V": cut_v, "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n, "GRAIN": chunk if problem.batch_invariant else tile.block_n, "STAGES": tile.stages,
+        "PAGE": problem.page_size, "ONE_PAGE": problem.one_page, "K_PAGE": steps[0], "K_SLOT": steps[1],
+        "K_HEAD": steps[2], "V_PAGE": steps[3], "V_SLOT": steps[4], "V_HEAD": steps[5], "A_PAGE": k_scale[0],
+        "A_SLOT": k_scale[1], "A_HEAD": k_scale[2], "B_PAGE": v_scale[0], "B_SLOT": v_scale[1], "B_HEAD": v_scale[2],
+        "KIND": form.name if form.quantised else "plain", "PAIRS": pairs, "PACKED": packed, "SCALES": problem.scales,
+        "SCALE_WORDS": not any(n % 2 for n in (*k_scale[:2], *v_scale[:2])) and k_scale[2] == v_scale[2] == 1,
+        "GROUPS": form.groups(problem.head_dim), "GROUPS_V": form.groups(problem.head_dim_v),
+        # one read serves both where the chunks of V are the first ones of K
+        "SHARED": problem.shared and cut[: len(cut_v)] == cut_v, "LEFT": left >= 0, "RIGHT": right_hides,
+        "TREE": problem.tree,
+        "MIXED": several and not form.quantised and (left >= 0 or right_hides or problem.tree),
+        "SEVERAL": several, "SOFTCAP": problem.softcap, "INVARIANT": problem.batch_invariant,
+        "NATIVE": gpu is not None, "EARLY": gpu is not None and gpu.capability[0] >= 9,
+        "SEARCH": next(n for n in SEARCH if n >= problem.batch or n == SEARCH[-1]), "PRECISION": "ieee",
+    }  # fmt: skip
+
+
+def strides_of(x: Tensor | None) -> tuple[int, ...]:
+    """(page, slot, head) strides of pages or of their scales; 0 of scales that belong to heads."""
+    return (0, 0, 0) if x is None or x.dim() == 1 else x.stride()[:3]
+
+
+def elements(pages: Tensor, pairs: bool) -> Tensor:
+    """Pages as the kernel reads them: quantised ones in words, or in bytes where those do not come in pairs."""
+    return pages.view(torch.int16) if pairs else as_bytes(pages)
+
+
+def _three(x: Tensor) -> tuple[int, ...]:
+    """(batch, token, head) strides; a ragged tensor has no batch."""
+    return x.stride()[:3] if x.dim() == 4 else (0, *x.stride()[:2])
+
+
+def _dense(q: Tensor) -> Tensor:
+    """Queries with a contiguous last dimension; they are few."""
+    return q if q.stride(-1) == 1 or q.shape[-1] == 1 else q.contiguous()

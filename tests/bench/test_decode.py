@@ -1,0 +1,63 @@
+"""The suite of decoding and the accuracy of the cache's formats."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashkernels.bench import decode
+from flashkernels.bench.suites import only, suite
+from flashkernels.formats import FORMATS
+
+# What rounding gives on normal numbers, a little rounded up: more is a bug.
+LIMITS = {"fp8": 0.045, "int8": 0.012, "int4": 0.14}
+
+
+def test_accuracy_on_normal_numbers() -> None:
+    found = decode.accuracy("cpu", draws=4)["normal"]
+    assert all(found[form][0] <= limit for form, limit in LIMITS.items()), found
+    assert all(errors[1] <= errors[0] for errors in found.values())
+
+
+@pytest.mark.parametrize(("form", "steps"), [("int8", 127), ("int4", 7)])
+def test_outliers_cost_what_rounding_alone_costs(form: str, steps: int) -> None:
+    """Against the same rounding in fp64, with scales that are not rounded themselves."""
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        groups = x.double().unflatten(-1, (-1, FORMATS[form].group or x.shape[-1]))
+        scale = groups.abs().amax(-1, keepdim=True) / steps
+        return ((groups / scale).round() * scale).flatten(-2).float()
+
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(4, n, 128, generator=gen) for n in (16, 512, 512))
+    for x in (k, v):
+        x[:, :, 17] *= 20
+    _, exact = decode._attended(q, k, v)
+    ours = decode._attended(q, *(decode.numbers(*decode._stored(x, form)) for x in (k, v)))[1]
+    alone = decode._attended(q, rounded(k), rounded(v))[1]
+    assert (ours - exact).norm() <= 1.03 * (alone - exact).norm()
+
+
+def test_rows_of_a_quick_run() -> None:
+    chosen = only(suite("decode", "formats", device="cpu", quick=True), "int4-b16-s4096,bf16-ragged")
+    for (row,) in decode.run(chosen, [], rounds=1):
+        assert row.ok and row.impl == "torch" and row.op == "decode" and row.suite == "formats"
+        assert {"batch", "context", "kv", "page_size", "heads", "kv_heads", "head_dim", "launch", "l2"} <= {*row.params}
+    keys = sum(chosen.cases[1].lengths)
+    assert row.params["keys"] == keys
+    assert row.tbps == pytest.approx(chosen.cases[1].cache_bytes() / row.seconds / 1e12)
+
+
+def test_cases_count_the_bytes_of_the_cache() -> None:
+    whole = {case.name: case for case in suite("decode", "formats").cases}
+    assert whole["bf16-b64-s4096"].cache_bytes() == 64 * 4096 * 8 * 2 * 128 * 2
+    assert whole["int4-b64-s4096"].cache_bytes() == 64 * 4096 * 8 * 2 * (64 + 8)
+    assert whole["bf16-mla-b64-s4096"].cache_bytes() == 64 * 4096 * 576 * 2
+    assert whole["bf16-ragged"].cache_bytes() == (63 * 512 + 65536) * 8 * 2 * 128 * 2
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(ValueError, match="suite='headdims' is not one of 'formats'"):
+        suite("decode", "headdims")
+    with pytest.raises(ValueError, match="impls='hopper' is not one of 'triton', 'torch', 'invariant'"):
+        decode.choose("hopper")

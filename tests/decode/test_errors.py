@@ -1,0 +1,69 @@
+"""What `fk.decode` says to arguments that make no sense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flashkernels as fk
+
+from .cases import cache_of, queries
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "q-no-tensor": ({"q": [1]}, TypeError, "q must be a torch.Tensor, got list"),
+    "q-dtype": ({"q": torch.zeros(2, 2, 4, 32).double()}, TypeError, "q.dtype=torch.float64 is not supported"),
+    "q-other-dtype": (
+        {"q": torch.zeros(2, 2, 4, 32)},
+        TypeError,
+        "q.dtype=torch.float32 differs from that of the cache, torch.float16",
+    ),
+    "q-rank": ({"q": torch.zeros(2, 4, 32).half()}, ValueError, "q has 3 dimensions"),
+    "q-batch": ({"q": torch.zeros(3, 2, 4, 32).half()}, ValueError, "q has batch=3, the cache has 2"),
+    "q-tokens": (
+        {"q": torch.zeros(2, 17, 4, 32).half()},
+        ValueError,
+        "q has 17 tokens of each sequence; decode takes 1 to 16",
+    ),
+    "q-dim": ({"q": torch.zeros(2, 2, 4, 16).half()}, ValueError, "q has head_dim=16, the cache has 32"),
+    "q-heads": ({"q": torch.zeros(2, 2, 3, 32).half()}, ValueError, "heads=3 of q is not a multiple of kv_heads=2"),
+    "cache": ({"cache": torch.zeros(1)}, TypeError, "cache must be a kvcache.PagedCache, got Tensor"),
+    "tree-dtype": ({"tree_mask": torch.ones(2, 2)}, TypeError, "tree_mask.dtype=torch.float32; it must be torch.bool"),
+    "tree-shape": (
+        {"tree_mask": torch.ones(2, 3).bool()},
+        ValueError,
+        r"tree_mask has shape \(2, 3\); expected \(2, 2\) or",
+    ),
+    "sinks": ({"sinks": torch.ones(3)}, ValueError, r"sinks has shape \(3,\); expected \(4,\)"),
+    "slopes": ({"alibi_slopes": torch.ones(4).int()}, TypeError, "alibi_slopes.dtype=torch.int32"),
+    "window": ({"window": (3,)}, ValueError, "window"),
+    "softcap": ({"softcap": -1.0}, ValueError, "softcap=-1.0 must not be negative"),
+    "causal": ({"causal": 1}, TypeError, "causal=1 must be a bool"),
+    "impl": ({"impl": "cuda"}, ValueError, "impl='cuda' is not one of 'auto', 'triton', 'torch'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_named(name: str) -> None:
+    changes, error, words = BAD[name]
+    cache = cache_of([9, 4])
+    with pytest.raises(error, match=words):
+        fk.decode(**{"q": queries(cache, 2), "cache": cache} | changes)
+
+
+def test_lengths_and_table_are_checked_on_the_cpu() -> None:
+    cache = cache_of([9, 4])
+    cache.lengths[1] = 33
+    with pytest.raises(ValueError, match=r"lengths\[1\]=33 is not in 0 to 32"):
+        fk.decode(queries(cache), cache)
+    cache.lengths[1] = 20
+    cache.block_table[1, 1] = -7
+    with pytest.raises(ValueError, match=r"block_table\[1, 1\]=-7 of sequence 1, slot 1"):
+        fk.decode(queries(cache), cache)
+
+
+def test_no_gradients() -> None:
+    cache = cache_of([9, 4])
+    with pytest.raises(fk.UnsupportedError, match="no gradients"):
+        fk.decode(queries(cache).requires_grad_(), cache)

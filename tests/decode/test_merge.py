@@ -1,0 +1,81 @@
+"""`fk.merge_states` and `fk.cascade_decode`: parts of the keys, put together, are attention over all of them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashkernels as fk
+from flashkernels.kvcache import PagedCache
+
+from .cases import cache_of, each_impl, queries
+
+
+def states(
+    cuts: list[int], dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], list[Tensor], tuple[Tensor, ...]]:
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, h, 16, generator=gen).to(dtype) for n, h in ((3, 4), (cuts[-1], 2), (cuts[-1], 2)))
+    parts = [fk.attention(q, k[:, a:b], v[:, a:b], return_lse=True, impl="torch") for a, b in pairwise(cuts)]
+    return [part[0] for part in parts], [part[1] for part in parts], (q, k, v)
+
+
+@pytest.mark.parametrize("cuts", [[0, 7], [0, 3, 7], [0, 0, 5, 5, 40]], ids=str)
+@pytest.mark.parametrize("sink", [False, True], ids=["plain", "sinks"])
+def test_parts_are_the_whole(cuts: list[int], sink: bool) -> None:
+    outs, lses, qkv = states(cuts)
+    sinks = torch.linspace(-2, 2, 4) if sink else None
+    out, lse = fk.merge_states(outs, lses, sinks=sinks)
+    want, want_lse = fk.attention(*qkv, sinks=sinks, return_lse=True, impl="torch")
+    torch.testing.assert_close(out, want, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(lse, want_lse, atol=2e-6, rtol=2e-6)
+
+
+def test_rows_without_keys_are_zero() -> None:
+    empty = torch.zeros(1, 1, 2, 8), torch.full((1, 2, 1), float("-inf"))
+    out, lse = fk.merge_states([empty[0]] * 3, [empty[1]] * 3)
+    assert (out == 0).all() and (lse == float("-inf")).all()
+
+
+def test_ragged_states() -> None:
+    outs, lses, _ = states([0, 3, 7])
+    flat = [o.flatten(0, 1) for o in outs], [x.transpose(0, 1).flatten(1) for x in lses]
+    out, lse = fk.merge_states(*flat)
+    want, want_lse = fk.merge_states(outs, lses)
+    assert torch.equal(out, want.flatten(0, 1)) and torch.equal(lse, want_lse.transpose(0, 1).flatten(1))
+
+
+def test_bad_states_are_named() -> None:
+    outs, lses, _ = states([0, 3, 7])
+    with pytest.raises(ValueError, match="2 outputs and 1 log-sum-exps"):
+        fk.merge_states(outs, lses[:1])
+    with pytest.raises(ValueError, match=r"outs\[1\] is \(2, 3, 4, 8\)"):
+        fk.merge_states([outs[0], outs[1][..., :8]], lses)
+    with pytest.raises(ValueError, match=r"lses\[0\] has shape \(2, 3, 4\)"):
+        fk.merge_states(outs, [x.transpose(1, 2) for x in lses])
+
+
+@each_impl
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_cascade_is_decode_over_prefix_and_rest(tokens: int, impl: str) -> None:
+    """The same pages, once as prefix and rest, once as sequences that name the prefix's pages themselves."""
+    together = cache_of([50, 36, 40], "fp32", page=8)
+    together.block_table[:, :4] = together.block_table[0, :4].clone()
+    rest = PagedCache(
+        together.k, together.v, together.block_table[:, 4:].contiguous(), together.lengths - 32
+    )  # fmt: skip
+    prefix = PagedCache(together.k, together.v, together.block_table[:1, :4].contiguous(), torch.tensor([32]).int())
+    q, sinks = queries(together, tokens), torch.linspace(-1, 1, 4)
+    out, lse = fk.cascade_decode(q, prefix, rest, sinks=sinks, softcap=4.0, return_lse=True, impl=impl)
+    want, want_lse = fk.decode(q, together, sinks=sinks, softcap=4.0, return_lse=True, impl="torch")
+    torch.testing.assert_close(out, want, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(lse, want_lse, atol=2e-6, rtol=2e-6)
+
+
+def test_prefix_is_one_sequence() -> None:
+    cache = cache_of([5, 6])
+    with pytest.raises(ValueError, match="prefix has 2 sequences"):
+        fk.cascade_decode(queries(cache), cache, cache)

@@ -1,0 +1,76 @@
+"""Pages on the move: back to dense, from page to page, to the host and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashkernels.kvcache import Host, PagedCache, append, copy_pages, gather
+
+TABLE = torch.tensor([[2, 0, 5], [1, 3, 4]], dtype=torch.int32)
+
+
+def filled(form: str) -> tuple[PagedCache, torch.Tensor]:
+    lengths = torch.tensor([7, 3], dtype=torch.int32)
+    cache = PagedCache.allocate(6, 3, 2, 32, block_table=TABLE, format=form, lengths=lengths)
+    k = torch.randn(2, 3, 2, 32, generator=torch.Generator().manual_seed(0))
+    append(cache, k, -k)
+    return cache, k
+
+
+@pytest.mark.parametrize("form", ["fp32", "bf16", "fp8", "fp8_e5m2", "int8", "int4"])
+def test_gather(form: str) -> None:
+    cache, k = filled(form)
+    dense_k, dense_v = gather(cache)
+    assert dense_k.shape == (2, 9, 2, 32) and torch.equal(dense_v, -dense_k)
+    step = {"int4": 0.5 / 7, "fp8_e5m2": 0.125}.get(form, 0.0625)
+    assert ((dense_k[0, 4:7] - k[0]).abs() <= step * k.abs().max() * 1.01).all()
+    assert (dense_k[0, 7:] == 0).all() and (dense_k[1, 3:] == 0).all()
+    assert gather(cache, 4, torch.float16)[0].shape == (2, 4, 2, 32)
+
+
+def test_gather_does_not_see_what_is_not_there() -> None:
+    cache, _ = filled("fp32")
+    cache.k[4] = torch.nan
+    cache.block_table[1, 2] = 1 << 20
+    assert gather(cache)[0].isfinite().all()
+    with pytest.raises(ValueError, match="length=10 is not in 0 to 9"):
+        gather(cache, 10)
+
+
+@pytest.mark.parametrize("form", ["fp32", "int8"])
+def test_copy_reads_before_it_writes(form: str) -> None:
+    cache, _ = filled(form)
+    before = [x.clone() for x in cache.tensors if x is not None]
+    copy_pages(cache, torch.tensor([0, 1]), torch.tensor([1, 0]))
+    after = [x for x in cache.tensors if x is not None]
+    for old, new in zip(before, after, strict=True):
+        if old.shape[0] == 6:
+            assert torch.equal(new[[1, 0]], old[[0, 1]]) and torch.equal(new[2:], old[2:])
+
+
+def test_copy_names_what_is_wrong() -> None:
+    cache, _ = filled("fp32")
+    with pytest.raises(TypeError, match=r"source.dtype=torch.float32"):
+        copy_pages(cache, torch.ones(1), torch.ones(1).int())
+    with pytest.raises(ValueError, match=r"target has shape \(2,\)"):
+        copy_pages(cache, torch.ones(1).int(), torch.ones(2).int())
+
+
+def test_swap() -> None:
+    cache, _ = filled("int4")
+    before = [None if x is None else x.clone() for x in cache.tensors]
+    host = Host(cache, 2)
+    host.swap_out(cache, pages=[5, 0], slots=[0, 1])
+    for x in (cache.k, cache.k_scale, cache.v, cache.v_scale):
+        assert x is not None
+        x.zero_()
+    host.swap_in(cache, slots=[1, 0], pages=[3, 5])
+    host.wait()
+    for x, old in zip(cache.tensors, before, strict=True):
+        if old is not None and old.shape[0] == 6:
+            assert x is not None and torch.equal(x[[3, 5]], old[[0, 5]]) and not x[0].any()
+    with pytest.raises(ValueError, match="slots has 2, which is not in 0 to 1"):
+        host.swap_out(cache, pages=[0], slots=[2])
+    with pytest.raises(ValueError, match="1 pages and 2 slots"):
+        host.swap_out(cache, pages=[0], slots=[0, 1])
