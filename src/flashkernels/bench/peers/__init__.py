@@ -12,7 +12,6 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
-from flashkernels.attention.cases import Case
 from flashkernels.bench.timing import Call
 
 
@@ -29,6 +28,7 @@ class Peer:
     library: str = "torch"  # the module that must be importable
     cuda: bool = False
     slow: bool = False  # compiles for minutes: only on request
+    op: str = "attention"
 
     def available(self, device: str) -> str | None:
         """Why this peer cannot run on this machine, or None."""
@@ -40,7 +40,7 @@ class Peer:
             found = False
         return None if found else f"{self.library} is not installed"
 
-    def prepare(self, case: Case, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def prepare(self, case: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call to time; raises `Unsupported` where the peer cannot express the case."""
         module, _, function = self.adapter.partition(":")
         call: Call = getattr(importlib.import_module(f"{__name__}.{module}"), function)(case, args, kwargs)
@@ -58,11 +58,14 @@ PEERS = (
     Peer("fa4", "fa4:prepare", library="flash_attn.cute", cuda=True),
     Peer("flex", "flex:prepare", library="triton", cuda=True, slow=True),
     Peer("flashinfer", "flashinfer:prepare", library="flashinfer", cuda=True, slow=True),
+    Peer("cudnn-dense", "dense_decode:prepare", cuda=True, op="decode"),
+    Peer("torch-moe", "torch_moe:prepare", op="moe"),
+    Peer("triton-kernels", "triton_kernels:prepare", library="triton_kernels", cuda=True, op="moe"),
 )
 
 
-def choose(names: str) -> tuple[Peer, ...]:
-    """Peers by a comma-separated list, or "all", "none", or "fast": those that do not compile for minutes.
+def choose(names: str, op: str = "attention") -> tuple[Peer, ...]:
+    """Peers of an op by a comma-separated list, or "all", "none", or "fast": those that do not compile for minutes.
 
     >>> [peer.name for peer in choose("flex,naive")]
     ['naive', 'flex']
@@ -70,9 +73,9 @@ def choose(names: str) -> tuple[Peer, ...]:
     if names == "none":
         return ()
     if names in ("all", "fast"):
-        return tuple(peer for peer in PEERS if names == "all" or not peer.slow)
+        return tuple(peer for peer in PEERS if peer.op == op and (names == "all" or not peer.slow))
     wanted = [name.strip() for name in names.split(",")]
-    known = [peer.name for peer in PEERS]
+    known = [peer.name for peer in PEERS if peer.op == op]
     for name in wanted:
         if name not in known:
             raise ValueError(f"peers={name!r} is not one of 'all', 'fast', 'none', {', '.join(map(repr, known))}")

@@ -71,8 +71,10 @@ def resident(gpu: Gpu | None, warps: int) -> int:
 class Launch:
     """A kernel with its compile-time values, launched on the device of its tensors, whichever is current."""
 
-    def __init__(self, kernel: Any, constants: dict[str, Any], warps: int, device: torch.device) -> None:
-        self.launcher = Launcher(kernel, constants, compile_options(warps, 3, 0))
+    def __init__(
+        self, kernel: Any, constants: dict[str, Any], warps: int, device: torch.device, stages: int = 3
+    ) -> None:
+        self.launcher = Launcher(kernel, constants, compile_options(warps, stages, 0))
         self.device = device.index
 
     def __call__(self, grid: int, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]) -> None:

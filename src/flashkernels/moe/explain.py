@@ -1,0 +1,100 @@
+"""Says which implementation serves a layer, how its parts are cut, why, and what the hardware would allow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashkernels import hardware
+from flashkernels.dispatch import Verdict, select, verdicts
+from flashkernels.hardware import Gpu
+from flashkernels.moe import gemm, route
+from flashkernels.moe.plan import block_rows
+from flashkernels.moe.problem import GATED, GemmProblem, LayerProblem, RouteProblem
+from flashkernels.moe.triton import tiles
+from flashkernels.moe.triton.tiles import GemmTile
+from flashkernels.moe.weights import ROUNDED
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the two products: its tile where the Triton kernel serves, and why this one."""
+
+    name: str
+    problem: GemmProblem
+    impl: str
+    tile: GemmTile | None
+    reason: str
+
+    def __str__(self) -> str:
+        tile = f", tile {self.tile.name} ({self.reason})" if self.tile else ""
+        return f"{self.name}: {self.problem.n} x {self.problem.depth}, {self.impl}{tile}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Everything that decides one layer. `print` it, or read the fields."""
+
+    problem: LayerProblem
+    gpu: Gpu | None
+    verdicts: list[Verdict]
+    launches: int  # of the routing
+    parts: tuple[Part, Part]
+
+    @property
+    def floor(self) -> float | None:
+        """The roofline: no kernel is faster than this many seconds on this GPU."""
+        if self.gpu is None or self.problem.compute not in self.gpu.peak:
+            return None
+        compute = self.problem.flops() / self.gpu.peak[self.problem.compute]
+        return max(compute, self.problem.bytes() / self.gpu.bandwidth)
+
+    def __str__(self) -> str:
+        lines = [f"{self.problem}"]
+        lines += [f"  {v.name}: {'serves' if v.reason is None else v.reason}" for v in self.verdicts]
+        lines.append(f"route: {self.launches} launch{'es' if self.launches > 1 else ''}")
+        lines += map(str, self.parts)
+        if self.floor is not None and self.gpu is not None:
+            memory = self.problem.bytes() / self.gpu.bandwidth
+            bound = "memory" if memory >= self.floor else "compute"
+            lines.append(f"roofline: {self.floor * 1e6:.1f} µs on {self.gpu.name}, {bound}-bound")
+        return "\n".join(lines)
+
+
+def explain(
+    tokens: int, hidden: int, inner: int, experts: int, k: int, *, dtype: str = "bf16", weights: str = "",
+    activation: str = "swiglu", gpu: str | Gpu | None = None,
+) -> Explanation:  # fmt: skip
+    """How `layer` would serve so many tokens.
+
+    Args:
+        dtype: "bf16", "fp16" or "fp32"; weights: "" or a format of `quantise`.
+        gpu: the name of a GPU, present or not, or None for the one that is here (if any).
+
+    >>> import flashkernels as fk
+    >>> print(fk.moe.explain(64, 4096, 14336, 8, 2, gpu="h200"))  # doctest: +ELLIPSIS
+    LayerProblem(tokens=64, ...
+      triton: serves
+      torch: serves
+    route: 1 launch
+    gate and up: 28672 x 4096, triton, tile decode-32x64x... (16.0 rows an expert: weights are the traffic, ...
+    down: 4096 x 14336, triton, tile decode-32x64x... rows are the narrow side (32))
+    roofline: 587... µs on NVIDIA H200, memory-bound
+    """
+    chip = hardware.lookup(gpu) if isinstance(gpu, str) else gpu or hardware.detect()
+    device = "cpu" if chip is None else "cuda"
+    problem = LayerProblem(tokens, hidden, inner, experts, k, dtype, device, weights)
+    multiplied = problem.compute if weights in ROUNDED else dtype
+    group = 128 if weights in ("w8", "w4") else 0
+    block = block_rows(tokens * k, experts)
+    halves = 2 if activation in GATED else 1
+    shapes = (("gate and up", halves * inner, hidden, activation, True), ("down", hidden, inner, "none", False))
+    parts = []
+    for name, n, depth, kind, gathers in shapes:
+        one = GemmProblem(
+            tokens * k, experts, n, depth, multiplied, device, weights, kind, gathers, block, group
+        )  # fmt: skip
+        impl = select(gemm.IMPLS, one, chip).name
+        tile = tiles.choose(one, chip, True, not gathers) if chip and impl == "triton" else None
+        parts.append(Part(name, one, impl, tile, tiles.reason(one, tile) if tile else ""))
+    answers = verdicts(route.IMPLS, RouteProblem(tokens, experts, k, dtype, device), chip)
+    return Explanation(problem, chip, answers, 1 if tokens * k <= 1024 else 2, (parts[0], parts[1]))

@@ -1,0 +1,205 @@
+"""The whole layer: router, routing, two grouped GEMMs, and the weighted sum of what the experts say."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from flashkernels.fused import activation as fused
+from flashkernels.fused.rows import DTYPES, check_choice
+from flashkernels.moe import reference
+from flashkernels.moe.combine import Combine, combined
+from flashkernels.moe.gemm import ALPHA, LIMIT, Gemm, lowered, product
+from flashkernels.moe.plan import Plan
+from flashkernels.moe.problem import ACTIVATIONS, GATED, Epilogue
+from flashkernels.moe.route import Routing, route
+from flashkernels.moe.triton.tiles import forced_tile
+from flashkernels.moe.weights import Quantised
+
+FUSED = {"swiglu": fused.swiglu, "geglu": fused.geglu, "relu2_glu": fused.relu2_glu}
+
+
+class Layered(NamedTuple):
+    """What `layer` returns with `return_routing=True`."""
+
+    out: Tensor
+    logits: Tensor | None  # of the router, (T, E); None where the routing was given
+    routing: Routing
+
+
+def layer(
+    x: Tensor, router_weight: Tensor | None, w_gate_up: Tensor | Quantised, w_down: Tensor | Quantised, *, k: int = 2,
+    activation: str = "swiglu", interleaved: bool = False, alpha: float = ALPHA, limit: float = LIMIT,
+    bias_gate_up: Tensor | None = None, bias_down: Tensor | None = None, router_bias: Tensor | None = None,
+    score: str = "softmax", renormalise: bool = True, choice_bias: Tensor | None = None, groups: int = 1,
+    top_groups: int = 1, group_score: str = "top2", scale: float = 1.0, shared: tuple[Tensor, Tensor] | None = None,
+    shared_gate: Tensor | None = None, used: Tensor | None = None, span: tuple[int, int] | None = None,
+    routing: Routing | None = None, return_routing: bool = False, impl: str = "auto",
+) -> Tensor | Layered:  # fmt: skip
+    """`out[t] = Σ_j weights[t, j] * w_down[e_j] @ f(w_gate_up[e_j] @ x[t])`, over the k experts e_j of token t.
+
+    Args:
+        x: (..., H) tokens, fp16, bf16 or fp32.
+        router_weight: (E, H), with `router_bias` (E,) or None; logits are `x @ router_weight.T + router_bias`, in the
+            wider dtype of the two.
+        w_gate_up: (E, 2 I, H), the gate's rows first, or with `interleaved=True` gate and up alternating; (E, I, H) for
+            an `activation` that is not gated. torch's Linear orientation, or `fk.moe.quantise` of such.
+        w_down: (E, H, I), or quantised.
+        activation, alpha, limit: as in `grouped_gemm`.
+        bias_gate_up, bias_down: (E, 2 I) and (E, H), or None.
+        k, score, renormalise, groups, top_groups, group_score, scale, used: as in `route`; `choice_bias` is its `bias`.
+        shared: (gate_up (2 I', H), down (H, I')) of experts that see every token, side by side, or None; their sum is
+            multiplied by `sigmoid(x @ shared_gate)` where there is a shared_gate (H,).
+        span: (first, last): w_gate_up and w_down have only these experts, and the result is their share of the sum, for
+            an all-reduce to complete; the shared experts are in the share of first = 0.
+        routing: weights, ids and plan from elsewhere, instead of router_weight.
+        return_routing: also return the router's logits and the routing, for losses.
+        impl: "auto", or the name of the one implementation that must serve every part.
+
+    Returns:
+        Like x; tokens that are not in use get 0, plus what the shared experts give. Deterministic bit for bit.
+        Gradients flow to everything but quantised weights.
+
+    >>> import torch, flashkernels as fk
+    >>> x, router = torch.randn(5, 16), torch.randn(4, 16)
+    >>> fk.moe.layer(x, router, torch.randn(4, 24, 16), torch.randn(4, 16, 12), k=2).shape
+    torch.Size([5, 16])
+    """
+    check_choice("activation", activation, ACTIVATIONS)
+    if not isinstance(x, Tensor) or x.dtype not in DTYPES:
+        got = getattr(x, "dtype", type(x).__name__)
+        raise TypeError(f"x must be a tensor of {', '.join(map(str, DTYPES))}, got {got}")
+    if torch.is_autocast_enabled(x.device.type):
+        x, w_gate_up, w_down = lowered(x), lowered(w_gate_up), lowered(w_down)
+    if (routing is None) == (router_weight is None):
+        raise ValueError("a layer takes either router_weight or routing")
+    tokens = x.reshape(-1, x.shape[-1])
+    logits = None
+    if routing is None:
+        assert router_weight is not None
+        logits = router_logits(tokens, router_weight, router_bias)
+        tile = None if torch.compiler.is_compiling() else forced_tile()
+        routing = route(
+            logits, k, score=score, renormalise=renormalise, bias=choice_bias, groups=groups, top_groups=top_groups,
+            group_score=group_score, scale=scale, used=used, span=span,
+            block=tile.block_m if tile else None, impl=impl,
+        )  # fmt: skip
+    plan = routing.plan
+    if plan is None:
+        raise ValueError("routing has no plan: make it with plan=True")
+    epilogue = Epilogue(activation, interleaved, alpha, limit)
+    y = _experts(tokens, w_gate_up, w_down, bias_gate_up, bias_down, plan, epilogue, impl)
+    everyone = None
+    if shared is not None and (span is None or span[0] == 0):
+        everyone = _shared(tokens, *shared, shared_gate, epilogue)
+    out = combined(y, routing.weights, everyone, plan, Combine(DTYPES[x.dtype], impl)).view(x.shape)
+    return Layered(out, logits, routing) if return_routing else out
+
+
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """(T, E), in the wider dtype of x and weight."""
+    if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
+        raise ValueError(f"router_weight has shape {tuple(weight.shape)}; expected (experts, {x.shape[1]})")
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    return linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def _experts(
+    x: Tensor, w_gate_up: Tensor | Quantised, w_down: Tensor | Quantised, bias_gate_up: Tensor | None,
+    bias_down: Tensor | None, plan: Plan, epilogue: Epilogue, impl: str,
+) -> Tensor:  # fmt: skip
+    """The two products, by place; without gradients the activation is in the first, and the second may be in parts."""
+    depths = [w.shape[2] for w in (w_gate_up, w_down)]
+    formats = [(w.format, w.group) if isinstance(w, Quantised) else ("", 0) for w in (w_gate_up, w_down)]
+    out = DTYPES[x.dtype]
+    learns = torch.is_grad_enabled() and any(
+        isinstance(y, Tensor) and y.requires_grad for y in (x, w_gate_up, w_down, bias_gate_up, bias_down)
+    )
+    plain = not learns or isinstance(w_gate_up, Quantised)
+    first = epilogue if plain else epilogue._replace(activation="none")
+    call = Gemm(True, *first, *formats[0], depths[0], plan.block, out, False, impl)
+    h = product(x, w_gate_up, plan, bias_gate_up, None, None, call)
+    if not plain:
+        h = activate(h, epilogue)
+    call = Gemm(False, "none", False, ALPHA, LIMIT, *formats[1], depths[1], plan.block, out, True, impl)
+    return product(h, w_down, plan, bias_down, None, None, call)
+
+
+def activate(y: Tensor, call: Epilogue) -> Tensor:
+    """The activation on its own, with gradients: by our kernels where there is one, else in torch."""
+    if call.activation in FUSED and not call.interleaved:
+        return FUSED[call.activation](y)
+    return reference.activate(reference.wide(y), call).to(y.dtype)
+
+
+def _shared(x: Tensor, gate_up: Tensor, down: Tensor, gate: Tensor | None, call: Epilogue) -> Tensor:
+    y = linear(activate(linear(x, gate_up), call), down)
+    return y if gate is None else y * torch.sigmoid(x @ gate)[:, None]
+
+
+class MoE(nn.Module):
+    """`layer` as a module, with its parameters, named as in most checkpoints: `router`, `w_gate_up`, `w_down`.
+
+    >>> import torch, flashkernels as fk
+    >>> moe = fk.moe.MoE(hidden=16, inner=24, experts=4, k=2, shared_inner=8)
+    >>> moe(torch.randn(2, 5, 16)).shape
+    torch.Size([2, 5, 16])
+    """
+
+    def __init__(
+        self, hidden: int, inner: int, experts: int, k: int, *, activation: str = "swiglu", interleaved: bool = False,
+        bias: bool = False, score: str = "softmax", renormalise: bool = True, choice_bias: bool = False,
+        groups: int = 1, top_groups: int = 1, group_score: str = "top2", scale: float = 1.0, shared_inner: int = 0,
+        shared_gate: bool = False, impl: str = "auto", device: Any = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        check_choice("activation", activation, ACTIVATIONS)
+        self.settings: dict[str, Any] = {
+            "k": k, "activation": activation, "interleaved": interleaved, "score": score, "renormalise": renormalise,
+            "groups": groups, "top_groups": top_groups, "group_score": group_score, "scale": scale, "impl": impl,
+        }  # fmt: skip
+        halves = 2 if activation in GATED else 1
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.router = parameter(experts, hidden)
+        self.w_gate_up = parameter(experts, halves * inner, hidden)
+        self.w_down = parameter(experts, hidden, inner)
+        self.bias_gate_up = parameter(experts, halves * inner) if bias else None
+        self.bias_down = parameter(experts, hidden) if bias else None
+        self.shared_gate_up = parameter(halves * shared_inner, hidden) if shared_inner else None
+        self.shared_down = parameter(hidden, shared_inner) if shared_inner else None
+        self.shared_gate = parameter(hidden) if shared_gate else None
+        self.choice_bias: Tensor | None  # moved by a balancing rule, not by gradients
+        self.register_buffer("choice_bias", torch.zeros(experts, device=device) if choice_bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As torch's Linear: uniform within 1 / sqrt(columns); biases 0."""
+        for name, parameter in self.named_parameters():
+            if name.startswith("bias"):
+                nn.init.zeros_(parameter)
+            else:
+                bound = parameter.shape[-1] ** -0.5
+                nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(
+        self, x: Tensor, *, used: Tensor | None = None, routing: Routing | None = None, return_routing: bool = False
+    ) -> Tensor | Layered:
+        """x (..., H); arguments and result as in `flashkernels.moe.layer`."""
+        up, down = self.shared_gate_up, self.shared_down
+        shared = None if up is None or down is None else (up, down)
+        return layer(
+            x, None if routing else self.router, self.w_gate_up, self.w_down, bias_gate_up=self.bias_gate_up,
+            bias_down=self.bias_down, choice_bias=self.choice_bias, shared=shared, shared_gate=self.shared_gate,
+            used=used, routing=routing, return_routing=return_routing, **self.settings,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        experts, hidden, inner = self.w_down.shape
+        sizes = f"hidden={hidden}, inner={inner}, experts={experts}"
+        return ", ".join([sizes, *(f"{name}={value!r}" for name, value in self.settings.items())])

@@ -1,0 +1,1 @@
+"""The `triton` implementation of the mixture of experts."""

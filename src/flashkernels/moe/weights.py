@@ -1,0 +1,121 @@
+"""Weights of experts in 8 and 4 bits: what each format holds, and how it is made from wide weights.
+
+| format | weights | scales | activations |
+| --- | --- | --- | --- |
+| fp8 | e4m3 (E, N, K) | one a row (E, N) | rounded too, one scale a row |
+| fp8_block | e4m3 (E, N, K) | one for 128 x 128 (E, ⌈N/128⌉, ⌈K/128⌉) | rounded too, one scale for 128 of a row |
+| int8 | int8 (E, N, K) | one a row (E, N) | rounded too, one scale a row |
+| w8 | int8 (E, N, K) | one for `group` weights of a row (E, N, ⌈K/group⌉) | 16 bits |
+| w4 | 4 bits, (E, N, ⌈K/128⌉ * 64) uint8 | as w8 | 16 bits |
+
+A byte i of the 64 that hold 128 weights of a row has weight i in its low and weight 64 + i in its high half, each
+plus 8: a kernel splits a block of bytes into two blocks of neighbouring weights without moving one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashkernels.fused.rows import check_choice
+from flashkernels.moe.problem import FORMATS
+
+BLOCK = 128  # weights along each side of a block of fp8_block, and activations along a row
+PACK = 128  # weights of a row that are packed together
+GROUPS = (64, 128, 256, 512)
+MOST = {"fp8": 448.0, "fp8_block": 448.0, "int8": 127.0, "w8": 127.0, "w4": 7.0}
+DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_block": torch.float8_e4m3fn, "int8": torch.int8, "w8": torch.int8}
+ROUNDED = ("fp8", "fp8_block", "int8")  # formats in which the activations are rounded too
+
+
+class Quantised(NamedTuple):
+    """Weights (E, N, K) in one of the formats; see the table above."""
+
+    data: Tensor
+    scale: Tensor
+    format: str
+    shape: tuple[int, int, int]
+    group: int = 0  # of w8 and w4
+
+
+def quantise(w: Tensor, format: str, *, group: int = 128, scale_dtype: torch.dtype = torch.bfloat16) -> Quantised:
+    """Weights (E, N, K) in `format`: "fp8", "fp8_block", "int8", "w8" or "w4".
+
+    `group` and `scale_dtype` are those of "w8" and "w4"; the scales are rounded before the weights are divided by them.
+
+    >>> import torch, flashkernels as fk
+    >>> small = fk.moe.quantise(torch.randn(2, 8, 256), "w4")
+    >>> small.data.shape, small.scale.shape, fk.moe.dequantise(small).shape
+    (torch.Size([2, 8, 128]), torch.Size([2, 8, 2]), torch.Size([2, 8, 256]))
+    """
+    check_choice("format", format, tuple(FORMATS))
+    if w.dim() != 3:
+        raise ValueError(f"w has shape {tuple(w.shape)}; expected (experts, n, k)")
+    experts, n, k = w.shape
+    if format in ("w8", "w4"):
+        check_choice("group", group, GROUPS)
+        parts = _padded(w.float(), group, 1).unflatten(-1, (-1, group))
+        scale = _scale(parts.abs().amax(-1), MOST[format]).to(scale_dtype)
+        small = (parts / scale.float()[..., None]).round().clamp(-MOST[format], MOST[format]).flatten(-2)[..., :k]
+        data = pack(small) if format == "w4" else small.to(torch.int8)
+        return Quantised(data, scale, format, (experts, n, k), group)
+    if format == "fp8_block":
+        blocks = _padded(w.float(), BLOCK, BLOCK).unflatten(-1, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
+        scale = _scale(blocks.abs().amax((2, 4)), MOST[format])
+        small = (blocks / scale[:, :, None, :, None]).flatten(-2).flatten(1, 2)[:, :n, :k]
+    else:
+        scale = _scale(w.float().abs().amax(-1), MOST[format])
+        small = w.float() / scale[..., None]
+    small = small.round() if format == "int8" else small
+    return Quantised(small.to(DTYPES[format]).contiguous(), scale, format, (experts, n, k))
+
+
+def dequantise(w: Quantised) -> Tensor:
+    """The weights that a kernel computes with, (E, N, K) fp32."""
+    _, n, k = w.shape
+    scale = w.scale.float()
+    if w.format in ("w8", "w4"):
+        wide = unpack(w.data, k) if w.format == "w4" else w.data.float()
+        return wide * scale.repeat_interleave(w.group, -1)[..., :k]
+    if w.format == "fp8_block":
+        scale = scale.repeat_interleave(BLOCK, 1)[:, :n].repeat_interleave(BLOCK, 2)[..., :k]
+        return w.data.float() * scale
+    return w.data.float() * scale[..., None]
+
+
+def pack(small: Tensor) -> Tensor:
+    """Whole numbers from -8 to 7 (..., K) as 4 bits each (..., ⌈K/128⌉ * 64)."""
+    low, high = (_padded(small, PACK, 1) + 8).to(torch.uint8).unflatten(-1, (-1, 2, PACK // 2)).unbind(-2)
+    return (low | (high << 4)).flatten(-2).contiguous()
+
+
+def unpack(data: Tensor, k: int) -> Tensor:
+    """What `pack` was given, fp32."""
+    parts = data.unflatten(-1, (-1, PACK // 2))
+    return (torch.stack((parts & 15, parts >> 4), -2).flatten(-3)[..., :k].float()) - 8
+
+
+def rounded_rows(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """x (R, K) in 8 bits, with a scale for each row (R,), or for 128 numbers of it (R, ⌈K/128⌉) in "fp8_block"."""
+    wide, k = x.float(), x.shape[1]
+    if format == "fp8_block":
+        parts = _padded(wide, BLOCK, 1).unflatten(-1, (-1, BLOCK))
+        scale = _scale(parts.abs().amax(-1), MOST[format])
+        small = (parts / scale[..., None]).flatten(-2)[:, :k]
+    else:
+        scale = _scale(wide.abs().amax(-1), MOST[format]) if k else wide.new_ones(x.shape[0])
+        small = wide / scale[:, None]
+    small = small.round().nan_to_num(0.0) if format == "int8" else small
+    return small.to(DTYPES[format]).contiguous(), scale
+
+
+def _scale(largest: Tensor, most: float) -> Tensor:
+    """To multiply by; 1 where all is 0, NaN where something is Inf or NaN."""
+    return torch.where(largest == 0, 1.0, largest / most + (largest - largest))
+
+
+def _padded(x: Tensor, k: int, n: int) -> Tensor:
+    """x with zeros up to a multiple of k in the last, of n in the second last dimension."""
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % k, 0, -x.shape[-2] % n)) if x.dim() > 2 or k > 1 else x

@@ -1,0 +1,297 @@
+"""The grouped GEMM: every epilogue, format and tile, skewed loads, odd sizes, gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashkernels as fk
+from flashkernels.hardware import lookup
+from flashkernels.moe.plan import block_rows
+from flashkernels.moe.problem import ACTIVATIONS, FORMATS, GATED, GemmProblem
+from flashkernels.moe.triton import tiles
+from flashkernels.moe.triton.tiles import GemmTile
+from flashkernels.moe.weights import ROUNDED
+
+from . import oracle
+from .test_route import each_impl, interpreter
+
+LOADS = {
+    "even": lambda t, e: torch.randn(t, e),
+    "zipf": lambda t, e: torch.randn(t, e) - 3 * torch.log(torch.arange(1, e + 1)),
+    "one expert": lambda t, e: torch.randn(t, e) + 100 * (torch.arange(e) == 2),
+}
+
+
+def expected(
+    x: Tensor, w: Tensor, ids: Tensor, plan: fk.moe.Plan, gather: bool, kind: str, interleaved: bool = False,
+    bias: Tensor | None = None, row_weights: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Of each place that there is, in x's dtype, by a loop."""
+    rows = []
+    for place, item in enumerate(plan.permutation.tolist()):
+        if item < 0:
+            break
+        e = int(ids.reshape(-1)[item])
+        y = x[item // plan.k if gather else place] @ w[e].T
+        y = y if bias is None else y + bias[e].to(y.dtype)
+        y = oracle.activate(y, kind, interleaved)
+        rows.append(y if row_weights is None else y * row_weights.reshape(-1)[item].to(y.dtype))
+    return torch.stack(rows) if rows else x.new_zeros(0, w.shape[1])
+
+
+def check(
+    x: Tensor, w: Tensor, routing: fk.moe.Routing, impl: str, kind: str = "none", gather: bool = True, **kw: Any
+) -> None:
+    plan = routing.plan
+    assert plan is not None
+    found = fk.moe.grouped_gemm(x, w, plan, activation=kind, gather=gather, impl=impl, **kw)
+    assert found.dtype == x.dtype and found.shape == (plan.rows, w.shape[1] // 2 if kind in GATED else w.shape[1])
+    wide = {name: y.double() if isinstance(y, Tensor) else y for name, y in kw.items()}
+    want = expected(x.double(), w.double(), routing.ids, plan, gather, kind, **wide)
+    plain = expected(x, w, routing.ids, plan, gather, kind, **kw)
+    oracle.assert_close(found[: want.shape[0]], plain, want, x.dtype)
+
+
+@each_impl
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("block", [16, 128], ids=["decode", "large"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_epilogue(kind: str, interleaved: bool, block: int, impl: str) -> None:
+    if interleaved and kind not in GATED:
+        pytest.skip("nothing to interleave")
+    routing = fk.moe.route(torch.randn(9, 4), 2, block=block)
+    x, w = torch.randn(9, 40).half(), (torch.randn(4, 24, 40) / 3).half()
+    extra = {"bias": torch.randn(4, 24), "row_weights": routing.weights}
+    check(x, w, routing, impl, kind, interleaved=interleaved, **extra)
+
+
+@each_impl
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_load(load: str, block: int, impl: str) -> None:
+    routing = fk.moe.route(LOADS[load](40, 5), 2, block=block)
+    check(torch.randn(40, 16), torch.randn(5, 17, 16), routing, impl)
+
+
+@each_impl
+@pytest.mark.parametrize(("n", "depth"), [(1, 1), (65, 33), (130, 100), (64, 256)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_size(n: int, depth: int, dtype: torch.dtype, impl: str) -> None:
+    routing = fk.moe.route(torch.randn(6, 3), 2)
+    check(torch.randn(6, depth, dtype=dtype), torch.randn(3, n, depth, dtype=dtype), routing, impl)
+
+
+@each_impl
+def test_rows_that_are_sorted_already(impl: str) -> None:
+    plan = fk.moe.presorted(torch.tensor([3, 0, 7]), 12, block=16)
+    ids = torch.tensor([0] * 3 + [2] * 7 + [-1] * 2, dtype=torch.int32)[:, None]
+    routing = fk.moe.Routing(torch.ones(12, 1), ids, plan)
+    check(torch.randn(12, 20), torch.randn(3, 8, 20), routing, impl, gather=False)
+
+
+@each_impl
+def test_an_expert_range_and_tokens_in_use(impl: str) -> None:
+    used = torch.tensor([11], dtype=torch.int32)
+    _, ids, plan = fk.moe.route(torch.randn(20, 6), 3, span=(2, 5), used=used, block=16)
+    assert plan is not None
+    local = torch.where((ids >= 2) & (ids < 5), ids - 2, -1)
+    check(torch.randn(20, 16), torch.randn(3, 8, 16), fk.moe.Routing(torch.ones(20, 3), local, plan), impl)
+
+
+@each_impl
+def test_nothing_to_do(impl: str) -> None:
+    for tokens in (0, 5):
+        routing = fk.moe.route(torch.randn(tokens, 4), 2, used=torch.zeros(1, dtype=torch.int32))
+        assert routing.plan is not None
+        out = fk.moe.grouped_gemm(torch.randn(tokens, 16), torch.randn(4, 8, 16), routing.plan, impl=impl)
+        assert out.shape == (tokens * 2, 8)
+
+
+@interpreter
+@pytest.mark.parametrize(
+    "tile",
+    [
+        GemmTile(True, 16, 64, 64, 4, 2, split=1),
+        GemmTile(True, 32, 128, 32, 4, 2, tma=True),
+        GemmTile(False, 64, 32, 32, 4, 3, persistent=True, tma=True, copied=True, group=2),
+        GemmTile(False, 64, 64, 64, 4, 2, tma=True, group=3),
+        GemmTile(False, 128, 32, 64, 8, 2),
+    ],
+    ids=lambda tile: tile.name,
+)
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_any_tile_gives_the_same(tile: GemmTile, interleaved: bool) -> None:
+    routing = fk.moe.route(torch.randn(70, 3), 2, block=tile.block_m)
+    with fk.use_tile(tile=tile):
+        x, w = torch.randn(70, 96).half(), (torch.randn(3, 144, 96) / 9).half()
+        check(x, w, routing, "triton", "swiglu", interleaved=interleaved)
+
+
+@interpreter
+def test_a_tile_of_other_rows_than_the_plan_is_refused() -> None:
+    routing = fk.moe.route(torch.randn(4, 3), 2, block=16)
+    assert routing.plan is not None
+    with pytest.raises(fk.TilingError, match="16"), fk.use_tile(tile=GemmTile(True, 32, 64, 64, 4, 2)):
+        fk.moe.grouped_gemm(torch.randn(4, 8), torch.randn(3, 8, 8), routing.plan, impl="triton")
+
+
+# Quantised weights
+
+
+@each_impl
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("block", [16, 128], ids=["decode", "large"])
+@pytest.mark.parametrize("kind", ["none", "swiglu"])
+@pytest.mark.parametrize("depth", [256, 300])
+def test_format(format: str, block: int, kind: str, depth: int, impl: str) -> None:
+    """Exactly the product of the rounded numbers; how well those stand for the weights is `test_weights`' matter."""
+    group = 64 if depth == 300 else 128
+    small = fk.moe.quantise(torch.randn(3, 80, depth), format, group=group, scale_dtype=torch.float16)
+    routing = fk.moe.route(torch.randn(12, 3), 2, block=block)
+    x, scale = torch.randn(12, depth).half(), None
+    wide = x
+    if format in ROUNDED:
+        x, scale = fk.moe.round_rows(x, format, impl="torch")
+        wide = x.float() * (scale[:, None] if scale.dim() == 1 else scale.repeat_interleave(128, 1)[:, :depth])
+    assert routing.plan is not None
+    found = fk.moe.grouped_gemm(
+        x, small, routing.plan, activation=kind, x_scale=scale, out_dtype=torch.float32, impl=impl
+    )
+    w = fk.moe.dequantise(small)
+    want = expected(wide.double(), w.double(), routing.ids, routing.plan, True, kind)
+    plain = expected(wide.float(), w, routing.ids, routing.plan, True, kind)
+    oracle.assert_close(found, plain, want, torch.float32)
+
+
+@pytest.mark.parametrize("format", ROUNDED)
+def test_wide_activations_are_rounded_on_the_way(format: str) -> None:
+    small = fk.moe.quantise(torch.randn(3, 8, 128), format)
+    plan = fk.moe.route(torch.randn(5, 3), 2).plan
+    assert plan is not None
+    x = torch.randn(5, 128)
+    rounded, scale = fk.moe.round_rows(x, format)
+    a = fk.moe.grouped_gemm(x, small, plan)
+    b = fk.moe.grouped_gemm(rounded, small, plan, x_scale=scale, out_dtype=torch.float32)
+    assert torch.equal(a, b)
+
+
+# Gradients
+
+
+def test_gradcheck_of_the_reference() -> None:
+    routing = fk.moe.route(torch.randn(3, 3), 2)
+    plan = routing.plan
+    assert plan is not None
+    x, w, bias = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 4), (3, 2, 4), (3, 2)))
+
+    def function(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        return fk.moe.grouped_gemm(x, w, plan, bias=bias, impl="torch")
+
+    assert torch.autograd.gradcheck(function, (x, w, bias))
+
+
+@each_impl
+@pytest.mark.parametrize("gather", [True, False], ids=["gathered", "sorted"])
+@pytest.mark.parametrize("block", [16, 128])
+@pytest.mark.parametrize("load", LOADS)
+def test_gradients(load: str, block: int, gather: bool, impl: str) -> None:
+    routing = fk.moe.route(LOADS[load](30, 4), 2, block=block)
+    plan = routing.plan
+    assert plan is not None
+    shapes = ((30 if gather else 60, 33), (4, 20, 33), (4, 20))
+    tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    dy = torch.randn(60, 20)
+    out = fk.moe.grouped_gemm(tensors[0], tensors[1], plan, bias=tensors[2], gather=gather, impl=impl)
+    found = torch.autograd.grad(out, tensors, dy)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
+        want = expected(leaves[0], leaves[1], routing.ids, plan, gather, "none", bias=leaves[2])
+        results.append(torch.autograd.grad(want, leaves, dy.to(dtype)))
+    for a, b, c, name in zip(found, *results, ("dx", "dw", "dbias"), strict=True):
+        oracle.assert_close(a, b, c, torch.float32, name)
+
+
+@each_impl
+def test_only_some_gradients_are_wanted(impl: str) -> None:
+    plan = fk.moe.route(torch.randn(5, 3), 2).plan
+    assert plan is not None
+    x, w = torch.randn(5, 16), torch.randn(3, 8, 16, requires_grad=True)
+    fk.moe.grouped_gemm(x, w, plan, impl=impl).sum().backward()
+    assert w.grad is not None and x.grad is None
+    x.requires_grad_()
+    fk.moe.grouped_gemm(x, w.detach(), plan, impl=impl).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("what", ["activation", "row_weights", "quantised"])
+def test_what_has_no_gradients_says_so(what: str) -> None:
+    routing = fk.moe.route(torch.randn(5, 3), 2)
+    assert routing.plan is not None
+    x, w = torch.randn(5, 128, requires_grad=True), torch.randn(3, 8, 128)
+    extra = {"activation": {"activation": "swiglu"}, "row_weights": {"row_weights": routing.weights}}
+    kwargs: dict[str, Any] = extra.get(what, {})
+    with pytest.raises(fk.UnsupportedError, match="no gradients"):
+        fk.moe.grouped_gemm(x, fk.moe.quantise(w, "w8") if what == "quantised" else w, routing.plan, **kwargs)
+
+
+def test_is_a_proper_op() -> None:
+    plan = fk.moe.route(torch.randn(5, 3), 2).plan
+    assert plan is not None
+    x, w = torch.randn(5, 16, requires_grad=True), torch.randn(3, 8, 16, requires_grad=True)
+    call = (True, "none", False, 1.0, 1.0, "", 0, 16, plan.block, "fp32", False, "torch")
+    torch.library.opcheck(torch.ops.flashkernels.moe_gemm, (x, w, None, None, None, None, *plan[:6], *call))
+
+
+# Tiles
+
+
+@pytest.mark.parametrize("gpu", ["a100", "rtx4090", "h200", "b200", "rtx5090"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp8"])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_tiles_fit(gpu: str, dtype: str, block: int) -> None:
+    for weights in {"bf16": ("", "w8", "w4"), "fp32": ("",), "fp8": ("fp8", "fp8_block")}[dtype]:
+        for activation in ("none", "swiglu"):
+            group = 128 if weights in ("w8", "w4") else 0
+            problem = GemmProblem(64, 8, 1024, 1024, dtype, "cuda", weights, activation, True, block, group)
+            tile = tiles.choose(problem, lookup(gpu), True)
+            assert tile.block_m == block and tiles.shared_bytes(tile, problem) <= lookup(gpu).shared_per_block
+
+
+def test_few_rows_take_the_decode_way_and_many_the_large_one() -> None:
+    h200 = lookup("h200")
+    for tokens, swap in ((1, True), (16, True), (64, True), (1024, False), (16384, False)):
+        problem = GemmProblem(tokens * 2, 8, 28672, 4096, "bf16", "cuda", "", "swiglu", True, block_rows(tokens * 2, 8))
+        tile = tiles.choose(problem, h200, True)
+        assert tile.swap == swap
+        assert ("weights are the traffic" in tiles.reason(problem, tile)) == swap
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": torch.randn(6, 16)}, ValueError, "x has 6 rows; the plan has 5 tokens"),
+        ({"x": torch.randn(5, 15)}, ValueError, r"w has shape \(3, 8, 16\)"),
+        ({"w": torch.randn(4, 8, 16)}, ValueError, r"w has shape \(4, 8, 16\)"),
+        ({"w": torch.randn(3, 7, 16), "activation": "swiglu"}, ValueError, "even n"),
+        ({"w": torch.randn(3, 8, 16).half()}, TypeError, "torch.float16"),
+        ({"bias": torch.randn(3, 7)}, ValueError, r"bias has shape \(3, 7\)"),
+        ({"row_weights": torch.randn(5, 3)}, ValueError, r"row_weights has shape \(5, 3\)"),
+        ({"activation": "silu"}, ValueError, "activation='silu'"),
+        ({"x_scale": torch.ones(5)}, ValueError, "x_scale"),
+        ({"gather": False}, ValueError, "x has 5 rows; the plan has 10 places"),
+        ({"limit": float("nan")}, ValueError, "limit=nan"),
+    ],
+)
+def test_bad_values_are_named(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    plan = fk.moe.route(torch.randn(5, 3), 2).plan
+    arguments: dict[str, Any] = {"x": torch.randn(5, 16), "w": torch.randn(3, 8, 16), "plan": plan} | change
+    with pytest.raises(error, match=message):
+        fk.moe.grouped_gemm(**arguments)

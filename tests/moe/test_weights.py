@@ -1,0 +1,71 @@
+"""Quantised weights and rows: how far from the numbers they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashkernels as fk
+from flashkernels.moe.problem import FORMATS
+from flashkernels.moe.weights import MOST, ROUNDED, pack, unpack
+
+from .test_route import INTERPRETED, each_impl
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("n", "k"), [(8, 128), (130, 300), (1, 1), (3, 64)])
+def test_weights_are_off_by_half_a_step(format: str, n: int, k: int) -> None:
+    w = torch.randn(2, n, k)
+    small = fk.moe.quantise(w, format, group=64, scale_dtype=torch.float32)
+    wide = fk.moe.dequantise(small)
+    assert small.shape == wide.shape == w.shape
+    ones = small._replace(data=pack(torch.ones(w.shape)) if format == "w4" else torch.ones_like(w).to(small.data.dtype))
+    scale = fk.moe.dequantise(ones)  # of every weight
+    steps = (w / scale).abs()
+    half = torch.full_like(w, 0.5) if not format.startswith("fp8") else (steps / 16).clamp(min=2.0**-10)
+    assert ((w - wide).abs() <= (half + 1e-4) * scale).all()
+    assert (wide / scale).abs().max() <= MOST[format] * (1 + 1e-6)
+
+
+def test_four_bits_pack_and_unpack() -> None:
+    small = torch.randint(-8, 8, (3, 5, 300)).float()
+    data = pack(small)
+    assert data.shape == (3, 5, 192) and data.dtype == torch.uint8
+    assert torch.equal(unpack(data, 300), small)
+
+
+def test_zeros_and_scales() -> None:
+    for format in FORMATS:
+        small = fk.moe.quantise(torch.zeros(1, 4, 128), format)
+        assert (fk.moe.dequantise(small) == 0).all() and (small.scale == 1).all()
+
+
+@each_impl
+@pytest.mark.parametrize("format", ROUNDED)
+@pytest.mark.parametrize("width", [1, 128, 300, 17_000])
+def test_rows(format: str, width: int, impl: str) -> None:
+    if impl == "triton" and INTERPRETED and format.startswith("fp8"):
+        pytest.skip("Triton's interpreter rounds FP8 wrongly")
+    x = torch.randn(5, width)
+    x[2] = 0
+    small, scale = fk.moe.round_rows(x, format, impl=impl)
+    assert scale.shape == ((5, -(-width // 128)) if format == "fp8_block" else (5,))
+    each = scale.repeat_interleave(128, 1)[:, :width] if format == "fp8_block" else scale[:, None]
+    steps = (x / each).abs()
+    half = torch.full_like(x, 0.5) if format == "int8" else (steps / 16).clamp(min=2.0**-10)
+    assert ((x - small.float() * each).abs() <= (half + 1e-4) * each).all()
+    assert (scale[2] == 1).all() and (small[2].float() == 0).all()
+    x[1, 0] = torch.inf
+    poisoned = fk.moe.round_rows(x, format, impl=impl)[1]
+    assert poisoned[1].reshape(-1)[0].isnan() and torch.equal(poisoned[3], scale[3])
+
+
+def test_bad_formats_are_named() -> None:
+    with pytest.raises(ValueError, match="format='int4'"):
+        fk.moe.quantise(torch.zeros(1, 1, 1), "int4")
+    with pytest.raises(ValueError, match="group=100"):
+        fk.moe.quantise(torch.zeros(1, 1, 1), "w4", group=100)
+    with pytest.raises(ValueError, match=r"\(1, 1\)"):
+        fk.moe.quantise(torch.zeros(1, 1), "w4")
+    with pytest.raises(ValueError, match="format='w4'"):
+        fk.moe.round_rows(torch.zeros(1, 1), "w4")
