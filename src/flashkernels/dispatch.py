@@ -9,17 +9,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from flashkernels.hardware import Gpu
+from flashkernels.jit import environment
 from flashkernels.jit.mode import interpreting
 
 log = logging.getLogger("flashkernels.dispatch")
-if "dispatch" in os.environ.get("FLASHKERNELS_LOG", "").split(","):
+if environment.logs("dispatch"):
     log.setLevel(logging.INFO)
     log.addHandler(logging.StreamHandler())
 

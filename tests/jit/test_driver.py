@@ -173,7 +173,16 @@ def test_several_kernels_of_one_library_load_it_once(fake: ctypes.CDLL) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [count(fake, name) for name in ("loads", "attributes", "launches")] == [1, 2, 12]
+    assert [count(fake, name) for name in ("loads", "launches")] == [1, 12]
+
+
+def test_kernels_of_one_name_keep_the_most_shared_memory(fake: ctypes.CDLL) -> None:
+    library = driver.Library(b"cubin")
+    value = ctypes.c_int(1)
+    large, small = (library.kernel("kernel", shared) for shared in (65536, 1024))
+    for kernel in (large, small, large):
+        kernel.launch(1, 32, STREAM, ctypes.addressof(value))
+    assert [count(fake, name) for name in ("attributes", "launches")] == [1, 3]
 
 
 def test_errors_have_the_drivers_words(fake: ctypes.CDLL) -> None:

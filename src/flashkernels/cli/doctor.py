@@ -356,9 +356,30 @@ def shared_memory() -> Check:
 
 
 def kernel_cache() -> Check:
+    from flashkernels.aot import manifest
     from flashkernels.jit import cache
 
+    if cache.sealed():
+        try:
+            found = manifest.read(cache.folder())
+        except ValueError as error:
+            return fail(str(error), "build it again with `flashkernels compile`")
+        built = f"{len(found.files)} files for {', '.join(found.gpus)}"
+        return ok(f"{cache.folder()}, built ahead: {built}; nothing is added to it")
     return takes_files(str(cache.folder()), "FLASHKERNELS_CACHE")
+
+
+def environment() -> Check:
+    """The variables of ours that are set, and those that could be."""
+    from flashkernels.jit.environment import VARIABLES, cache_bytes, strict
+
+    try:
+        cache_bytes(), strict()
+    except ValueError as error:
+        return fail(str(error), "unset it, or correct it")
+    given = [f"{variable.name}={variable.text()}" for variable in VARIABLES if variable.text()]
+    others = [variable.name for variable in VARIABLES if not variable.text()]
+    return ok("; ".join([", ".join(given) or "nothing is set", *([f"not set: {', '.join(others)}"] if others else [])]))
 
 
 def triton_cache() -> Check:
@@ -478,8 +499,8 @@ def smoke(device: str) -> tuple[float, float]:
 
 
 CHECKS: Sequence[Callable[[], Check]] = (
-    versions, gpu, torch_kernels, driver, triton_version, ptxas, c_compiler, nvrtc, shared_memory, kernel_cache,
-    triton_cache, profiler, implementations, live_test,
+    versions, gpu, torch_kernels, driver, triton_version, ptxas, c_compiler, nvrtc, shared_memory, environment,
+    kernel_cache, triton_cache, profiler, implementations, live_test,
 )  # fmt: skip
 
 

@@ -10,8 +10,10 @@ import functools
 import threading
 from collections.abc import Callable
 from ctypes import byref, c_int, c_void_p
+from typing import Any
 
 LIBRARY = "libcuda.so.1"
+EARLY_START = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 DTYPES = {"fp8": 0, "fp16": 6, "fp32": 7, "bf16": 9}  # CUtensorMapDataType; FP8 travels as bytes
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle
@@ -26,6 +28,7 @@ class Library:
         self.cubin = cubin
         self.lock = threading.Lock()
         self.loaded: c_void_p | None = None
+        self.allowed: dict[tuple[str, int], int] = {}  # dynamic shared memory, by kernel and device
 
     def kernel(self, name: str, shared: int) -> Kernel:
         return Kernel(self, name, shared)
@@ -42,13 +45,21 @@ class Library:
         call("cuLibraryGetKernel", byref(kernel), self.loaded, name.encode())
         return kernel
 
+    def allow(self, name: str, handle: c_void_p, shared: int, device: int) -> None:
+        """Lets a kernel have so much dynamic shared memory; never less than another that uses it was allowed."""
+        with self.lock:
+            if shared > self.allowed.get((name, device), 0):
+                call("cuKernelSetAttribute", MAX_DYNAMIC_SHARED, shared, handle, device)
+                self.allowed[name, device] = shared
+
 
 class Kernel:
     """One entry point (`extern "C"`), which takes one struct by value and `shared` bytes of dynamic shared memory."""
 
-    def __init__(self, code: bytes | Library, name: str, shared: int) -> None:
+    def __init__(self, code: bytes | Library, name: str, shared: int, early: bool = False) -> None:
         self.library = code if isinstance(code, Library) else Library(code)
         self.name, self.shared = name, shared
+        self.early = early  # may start before the kernel ahead of it ends, and waits for it itself
         self.lock = threading.Lock()
         self.start: Callable[..., int] | None = None  # cuLaunchKernel of this kernel
         self.prepared: set[int] = set()  # devices
@@ -58,10 +69,14 @@ class Kernel:
 
         `parameters` is the address of the struct. The driver copies it before this returns, with the GIL held.
         """
+        self.start_with(grid, block, stream, _slot(parameters))
+
+    def start_with(self, grid: int, block: int, stream: int, parameters: ctypes.Array[c_void_p]) -> None:
+        """As `launch`, of a kernel that takes several parameters: `parameters` are their addresses."""
         if self.start is None:
             self.prepare()
         assert self.start is not None
-        arguments = (grid, 1, 1, block, 1, 1, self.shared, _pointer(stream), _slot(parameters), None)
+        arguments = (grid, 1, 1, block, 1, 1, self.shared, _pointer(stream), parameters, None)
         result = self.start(*arguments)
         if result:
             # The device is not asked for beforehand: that would nearly double what a launch costs in Python. On a
@@ -78,10 +93,9 @@ class Kernel:
         with self.lock:
             if device not in self.prepared:
                 handle = self.library.handle(self.name)
-                if self.shared:
-                    call("cuKernelSetAttribute", MAX_DYNAMIC_SHARED, self.shared, handle, device)
+                self.library.allow(self.name, handle, self.shared, device)
                 call("cuKernelGetFunction", byref(c_void_p()), handle)  # loads its code there now, not at the launch
-                self.start = functools.partial(launcher().cuLaunchKernel, handle)
+                self.start = early_start(handle) if self.early else functools.partial(launcher().cuLaunchKernel, handle)
                 self.prepared.add(device)
 
 
@@ -106,19 +120,31 @@ def tensor_map(
         raise ValueError(f"a tensor map has 1 to 5 sizes, one stride fewer, and as many box sizes: {given}")
     if dtype not in DTYPES or swizzle_bytes not in SWIZZLES:
         raise ValueError(f"dtype is one of {', '.join(DTYPES)}, swizzle_bytes one of {[*SWIZZLES]}: {given}")
+    try:
+        return encoded_map(pointer, DTYPES[dtype], sizes, strides_bytes, box, SWIZZLES[swizzle_bytes], PROMOTE_256)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"no tensor map of {given}: {error}. Pointer and strides are multiples of 16 bytes, sizes at most "
+            "2**32, strides below 2**40, box sizes at most 256; the innermost box size is a multiple of 16 bytes, and "
+            "no more bytes than the swizzle where there is one"
+        ) from None
+
+
+def encoded_map(
+    pointer: int, dtype: int, sizes: tuple[int, ...], strides_bytes: tuple[int, ...], box: tuple[int, ...],
+    swizzle: int, promotion: int,
+) -> bytes:  # fmt: skip
+    """`tensor_map` by the driver's own numbers: CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion."""
+    rank = len(sizes)
     buffer = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
     offset = -ctypes.addressof(buffer) % MAP_ALIGNMENT
     longs, ints = ctypes.c_uint64 * rank, ctypes.c_uint32 * rank
     result = driver().cuTensorMapEncodeTiled(
-        byref(buffer, offset), DTYPES[dtype], rank, c_void_p(pointer), longs(*sizes), longs(*strides_bytes),
-        ints(*box), ints(*[1] * rank), 0, SWIZZLES[swizzle_bytes], PROMOTE_256, 0,
+        byref(buffer, offset), dtype, rank, c_void_p(pointer), longs(*sizes), longs(*strides_bytes),
+        ints(*box), ints(*[1] * rank), 0, swizzle, promotion, 0,
     )  # fmt: skip
     if result:
-        raise RuntimeError(
-            f"no tensor map of {given}: {words(result)}. Pointer and strides are multiples of 16 bytes, sizes at most "
-            "2**32, strides below 2**40, box sizes at most 256; the innermost box size is a multiple of 16 bytes, and "
-            "no more bytes than the swizzle where there is one"
-        )
+        raise RuntimeError(words(result))
     return buffer.raw[offset : offset + MAP_BYTES]
 
 
@@ -151,6 +177,35 @@ def launcher() -> ctypes.PyDLL:
     No `argtypes`, which would double the time of a launch: what is 64 bits wide goes in as a ctypes object.
     """
     return ctypes.PyDLL(driver()._name)
+
+
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", c_int), ("unused", c_int), ("value", c_int * 16))
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint), ("stream", c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)), ("count", ctypes.c_uint),
+    )  # fmt: skip
+
+
+def early_start(handle: c_void_p) -> Callable[..., int]:
+    """cuLaunchKernel of a kernel, but with programmatic stream serialisation. One call at a time."""
+    attribute = Attribute(EARLY_START, 0, (1,))
+    config = Config(attributes=ctypes.pointer(attribute), count=1)
+    launch, address = launcher().cuLaunchKernelEx, byref(config)
+
+    def start(gx: int, gy: int, gz: int, bx: int, by: int, bz: int, shared: int, stream: c_void_p, *rest: Any) -> int:
+        config.grid[:], config.block[:] = (gx, gy, gz), (bx, by, bz)
+        config.shared, config.stream = shared, stream
+        return launch(address, handle, *rest)
+
+    return start
 
 
 def call(function: str, *arguments: object) -> None:

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+_watchers = 0
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Sends every call inside through torch's dispatcher, so that torch's profiler records the op with its shapes."""
+    global _watchers
+    _watchers += 1
+    try:
+        yield
+    finally:
+        _watchers -= 1
+
 
 def unwatched(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether these are plain tensors that neither compile, autograd, a dispatch mode nor a transform follows."""
-    if torch.compiler.is_compiling():
+    """Whether these are plain tensors that neither compile, autograd, a dispatch mode, a transform nor a profiler
+    follows."""
+    if torch.compiler.is_compiling() or _watchers:
         return False
     grad = torch.is_grad_enabled()
     for x in tensors:

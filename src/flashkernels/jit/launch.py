@@ -15,6 +15,7 @@ import triton
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from flashkernels.jit import notes, specialised, strict
 from flashkernels.jit.mode import interpreting
 
 MOST_MAPS = 256
@@ -35,24 +36,49 @@ def compile_options(warps: int, stages: int, registers: int) -> dict[str, Any]:
 
 
 class Launcher:
-    """A kernel with its compile-time arguments; the first call compiles and checks, the following ones only launch."""
+    """A kernel with its compile-time arguments; the first call finds or compiles it, the following ones only launch."""
 
     def __init__(self, kernel: Any, constants: dict[str, Any], options: dict[str, Any]) -> None:
         self.kernel, self.constants, self.options = kernel, constants, options
-        self.compiled: Any = None
-        self.direct: Direct | None = None
+        self.compiled: Any = None  # by Triton's JIT
+        self.direct: Direct | specialised.Loaded | None = None
 
     def __call__(self, grid: int, device: int | None, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
         """Runs `grid` programs. The kernel takes `tensors` (pointers, descriptors, None) first, then `numbers`, then
         its constants."""
-        if self.compiled is None:
-            compiled = self.kernel[(grid,)](*map(_validated, tensors), *numbers, **self.constants, **self.options)
-            if not interpreting():
-                self.compiled, self.direct = compiled, Direct.of(compiled)
-        elif self.direct and device is not None and not _hooked():
+        if self.direct and device is not None and not _hooked():
             self.direct(grid, torch._C._cuda_getCurrentRawStream(device), tensors, numbers, self.constants.values())
+        elif self.compiled is None:
+            self._first(grid, device, tensors, numbers)
         else:
             self.compiled[(grid, 1, 1)](*map(_validated, tensors), *numbers, *self.constants.values())
+
+    def _first(self, grid: int, device: int | None, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
+        """Launches what our cache has, or what Triton's JIT finds or compiles. Where programs are noted, notes it."""
+        arguments, keywords = (*map(_validated, tensors), *numbers), {**self.constants, **self.options}
+        noting = notes.current()
+        if noting is not None:
+            noting.programs.append(specialised.specialise(self.kernel, arguments, keywords, noting.cc))
+            return
+        program = None
+        known = not interpreting() and specialised.SUPPORTED and (strict.active() or specialised.stocked())
+        if device is not None and known and not _hooked():
+            major, minor = torch.cuda.get_device_capability(device)
+            program = specialised.specialise(self.kernel, arguments, keywords, 10 * major + minor)
+            self.direct = specialised.loaded(program, look=program.key not in _compiled)
+            if self.direct:
+                self.direct(grid, torch._C._cuda_getCurrentRawStream(device), tensors, numbers, ())
+                return
+            if strict.active() and program.key not in _compiled and not program.in_tritons_cache():
+                strict.stall(program.label)
+        compiled = self.kernel[(grid,)](*arguments, **keywords)
+        if not interpreting():
+            self.compiled, self.direct = compiled, Direct.of(compiled)
+        if program is not None:
+            _compiled.add(program.key)
+
+
+_compiled: set[str] = set()  # keys of programs that Triton's JIT has in memory
 
 
 class Direct:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from flashkernels.jit import cache
+from flashkernels.jit import cache, notes, strict
 
 DEFAULTS = ("-std=c++17", "-default-device", "--ptxas-options=-v")  # -v: registers and spills are in the log
 CONTEXT = 2  # lines shown before and after one that an error names
@@ -63,18 +63,64 @@ def compiled(
     `options` come after DEFAULTS and override them. Threads may call this; those that want the same program wait for
     the first.
     """
-    compiler = find()
-    arguments = (f"--gpu-architecture={arch}", *DEFAULTS, *options)
-    texts = itertools.chain.from_iterable(sorted(headers.items()))
-    key = cache.digest("nvrtc", *map(str, compiler.version), name, source, str(len(headers)), *texts, *arguments)
-    with _locks.setdefault(key, threading.Lock()):
-        cubin, log = cache.load(key, ".cubin"), cache.load(key, ".log")
-        if cubin is not None and log is not None:
-            return Compiled(cubin, log.decode())
-        made = compiler.run(name, source, headers, arguments)
-        cache.store(key, ".log", made.log.encode())
-        cache.store(key, ".cubin", made.cubin)
+    program = CudaProgram(name, source, tuple(sorted(headers.items())), arch, tuple(options))
+    if noting := notes.current():
+        noting.programs.append(program)
+        raise notes.Noted(program.label)
+    with _locks.setdefault(program.key, threading.Lock()):
+        found = program.find()
+        if found is not None:
+            return found
+        strict.stall(program.label)
+        return program.make()
+
+
+@dataclass(frozen=True)
+class CudaProgram:
+    """A program of CUDA C++, for one architecture."""
+
+    name: str
+    source: str
+    headers: tuple[tuple[str, str], ...]
+    arch: str
+    options: tuple[str, ...]
+    suffixes = (".cubin", ".log")
+
+    @functools.cached_property
+    def key(self) -> str:
+        texts = itertools.chain.from_iterable(self.headers)
+        version = map(str, find().version)
+        return cache.digest(
+            "nvrtc", *version, self.name, self.source, str(len(self.headers)), *texts, *self.arguments
+        )  # fmt: skip
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} for {self.arch} ({self.key[:12]})"
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return (f"--gpu-architecture={self.arch}", *DEFAULTS, *self.options)
+
+    def find(self) -> Compiled | None:
+        cubin, log = cache.load(self.key, ".cubin"), cache.load(self.key, ".log")
+        return None if cubin is None or log is None else Compiled(cubin, log.decode())
+
+    def make(self) -> Compiled:
+        made = find().run(self.name, self.source, dict(self.headers), self.arguments)
+        cache.store(self.key, ".log", made.log.encode())
+        cache.store(self.key, ".cubin", made.cubin)
         return made
+
+    def cached(self) -> bool:
+        return self.find() is not None
+
+    def build(self) -> None:
+        if not self.cached():
+            self.make()
+
+    def preload(self) -> None:
+        """The plan of the call that noted it loads it."""
 
 
 class Compiler:

@@ -1,0 +1,108 @@
+"""What one call costs the CPU: each op of ours beside what torch has for the same, at sizes that leave the GPU idle."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.table import Table
+
+import flashkernels as fk
+from flashkernels.attention.api import IMPLS, problem_of
+from flashkernels.bench import results
+from flashkernels.bench.timing import launch_cost
+from flashkernels.dispatch import select
+from flashkernels.fused import norm
+from flashkernels.fused.rows import row_problem
+
+LIMITS = {"triton": 15.0, "hopper": 12.0}  # microseconds that a call may take, by implementation
+
+
+@dataclass(frozen=True)
+class Contest:
+    """One op: a tiny call of ours, and of torch."""
+
+    op: str
+    impl: str
+    ours: Callable[[], Any]
+    torch: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """CPU microseconds of one call."""
+
+    op: str
+    impl: str
+    ours_us: float
+    torch_us: float
+    limit_us: float | None
+
+
+def contests(device: str) -> Iterator[Contest]:
+    """The ops, attention on each of its fast implementations that serves on this device."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    gpu = fk.detect(device) if device == "cuda" else None
+    q, k, v = torch.randn(3, 1, 64, 4, 64, device=device, dtype=dtype)
+    heads = [x.transpose(1, 2) for x in (q, k, v)]
+    problem = problem_of(q, k, v)
+    for impl in IMPLS:
+        if impl.name != "torch" and not (impl.rejects(problem, gpu) or impl.defers(problem, gpu)):
+            ours = functools.partial(fk.attention, q, k, v, impl=impl.name)
+            yield Contest("attention", impl.name, ours, functools.partial(F.scaled_dot_product_attention, *heads))
+    x = torch.randn(16, 1024, device=device, dtype=dtype)
+    weight, bias = torch.randn(2, 1024, device=device, dtype=dtype)
+    cos, sin = fk.rope_tables(64, 64, device=device)
+    wide_cos, wide_sin = (table[:, None].repeat(1, 1, 2).to(dtype) for table in (cos, sin))
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        a, b = x.chunk(2, -1)
+        return x * wide_cos + torch.cat((-b, a), -1) * wide_sin
+
+    rows: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "rms_norm": (lambda: fk.rms_norm(x, weight), lambda: F.rms_norm(x, (1024,), weight, 1e-6)),
+        "layer_norm": (lambda: fk.layer_norm(x, weight, bias), lambda: F.layer_norm(x, (1024,), weight, bias)),
+        "swiglu": (lambda: fk.swiglu(x), lambda: F.silu(x[:, :512]) * x[:, 512:]),
+        "gelu": (lambda: fk.gelu(x), lambda: F.gelu(x)),
+        "softmax": (lambda: fk.softmax(x), lambda: x.softmax(-1)),
+        "rope": (lambda: fk.rope(q, k, cos, sin), lambda: (turned(q), turned(k))),
+    }
+    name = select(norm.IMPLS, row_problem("rms_norm", x, 2), gpu).name  # all of them have the same two
+    for op, (mine, theirs) in rows.items():
+        yield Contest(op, name, mine, theirs)
+
+
+def costs(device: str) -> list[Cost]:
+    """Measures them all. On the CPU a call is its computation, so there is nothing to measure."""
+    if device != "cuda":
+        raise ValueError("bench launch measures what launching a kernel costs: it needs a CUDA device")
+    found = []
+    with torch.no_grad():
+        for one in contests(device):
+            ours, theirs = (launch_cost(run, device=device) for run in (one.ours, one.torch))
+            found.append(Cost(one.op, one.impl, ours, theirs, LIMITS.get(one.impl)))
+    return found
+
+
+def table(found: Sequence[Cost]) -> Table:
+    grid = Table("op", "implementation", title="CPU microseconds of one eager call", title_justify="left")
+    for column in ("ours", "at most", "torch", "ours / torch"):
+        grid.add_column(column, justify="right")
+    for one in found:
+        over = one.limit_us is not None and one.ours_us > one.limit_us
+        limit = "-" if one.limit_us is None else f"{one.limit_us:.0f}"
+        ours = f"[red]{one.ours_us:.1f}[/red]" if over else f"{one.ours_us:.1f}"
+        grid.add_row(one.op, one.impl, ours, limit, f"{one.torch_us:.1f}", f"{one.ours_us / one.torch_us:.2f}")
+    return grid
+
+
+def write(path: Path, found: Sequence[Cost]) -> None:
+    """The figures as JSON, with the machine and versions they belong to."""
+    body = {"meta": results.describe("cuda", quick=False), "launch": [asdict(one) for one in found]}
+    results.write(path, json.dumps(body, indent=2))

@@ -1,0 +1,312 @@
+"""Triton kernels in our own cache: what one call compiles, how it is kept, and how it is launched from there.
+
+Triton's cache serves the machine and the Python that filled it: its keys hash Triton's own binaries, and each signature
+needs a C compiler for its launcher. Here the key is Triton's version, the kernel's source and everything the JIT
+specialises on. The cubin is launched through the driver, like those of NVRTC. So a folder made on a machine without a
+GPU serves any machine with the same version of Triton, and neither a compiler nor Triton's JIT runs there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import inspect
+import json
+import operator
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType, ModuleType
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+
+from flashkernels.jit import cache, driver
+from flashkernels.jit.mode import interpreting
+
+SUPPORTED = triton.__version__.startswith("3.6.")  # its specialisation and parameters are known here
+if SUPPORTED:
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.runtime.cache import get_cache_key, get_cache_manager
+    from triton.runtime.jit import JITCallable, create_function_from_signature
+
+VERSION = "1"  # of the files
+MOST_MAPS = 256
+# By Triton's name of a type: the letter of `struct`; pointers are like u64.
+LETTERS = {
+    "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
+    "fp32": "f", "f32": "f", "fp64": "d",
+}  # fmt: skip
+# CUtensorMapDataType by Triton's element type; the device counts them otherwise than the host.
+MAP_TYPES = {**{i: i for i in range(16)}, 8: 10, 9: 8, 10: 9}
+PROMOTE_128 = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B, as Triton has it
+
+
+@dataclass(frozen=True, eq=False)
+class TritonProgram:
+    """One kernel with all that the JIT specialises it on, for one architecture."""
+
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[tuple[int, ...], Any]
+    attributes: dict[tuple[int, ...], Any]
+    options: Any
+    cc: int
+    suffixes = (".cubin", ".json")
+
+    @functools.cached_property
+    def key(self) -> str:
+        options = {name: value for name, value in vars(self.options).items() if name != "extern_libs"}
+        parts = (
+            self.signature, sorted(self.constants.items()), sorted(self.attributes.items()), sorted(options.items())
+        )  # fmt: skip
+        settings = sorted(get_cache_invalidating_env_vars().items())
+        texts = (*map(repr, parts), repr(settings), str(self.cc))
+        return cache.digest("triton", VERSION, triton.__version__, source_key(self.kernel), *texts)
+
+    @property
+    def label(self) -> str:
+        names = self.kernel.arg_names
+        fixed = ", ".join(f"{names[at[0]]}={x}" for at, x in self.constants.items() if names[at[0]].isupper())
+        where = self.kernel.module.removeprefix("flashkernels.")
+        return f"{where}.{self.kernel.__name__} for sm_{self.cc} ({fixed})"
+
+    def cached(self) -> bool:
+        return self.find() is not None
+
+    def find(self) -> tuple[bytes, dict[str, Any]] | None:
+        cubin, facts = cache.load(self.key, ".cubin"), cache.load(self.key, ".json")
+        return None if cubin is None or facts is None else (cubin, json.loads(facts))
+
+    def build(self) -> None:
+        if self.cached():
+            return
+        source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
+        made = triton.compile(source, target=GPUTarget("cuda", self.cc, 32), options=vars(self.options))
+        said = made.metadata
+        unknown = {
+            "clusters": said.num_ctas != 1, "a cooperative grid": said.launch_cooperative_grid,
+            "scratch memory": said.global_scratch_size or said.profile_scratch_size,
+        }  # fmt: skip
+        if any(unknown.values()):
+            needs = ", ".join(name for name, on in unknown.items() if on)
+            raise RuntimeError(f"{self.label}: launched from our cache it cannot have {needs}")
+        facts = {
+            "name": said.name, "shared": said.shared, "threads": 32 * said.num_warps, "early": said.launch_pdl,
+            "label": self.label,
+            "signature": list(self.signature.values()), "maps": getattr(said, "tensordesc_meta", None) or [],
+        }  # fmt: skip
+        cache.store(self.key, ".json", json.dumps(facts).encode())
+        cache.store(self.key, ".cubin", made.asm["cubin"])
+        stocked.cache_clear()
+
+    def preload(self) -> None:
+        found = loaded(self)
+        assert found is not None
+        found.kernel.prepare()
+
+    def in_tritons_cache(self) -> bool:
+        """Whether Triton's own cache on disk has it: then its JIT would not compile."""
+        source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
+        backend = make_backend(GPUTarget("cuda", self.cc, 32))
+        text = get_cache_key(source, backend, self.options, get_cache_invalidating_env_vars())
+        manager = get_cache_manager(hashlib.sha256(text.encode()).hexdigest())
+        name = f"{source.name[:150]}.json"  # as Triton shortens it
+        return name in (manager.get_group(name) or {})
+
+
+# By id: kernels are never deleted, and Triton's own hash of one takes up to 0.1 s.
+_binders: dict[tuple[int, int], tuple[Any, Callable[..., Any]]] = {}
+_sources: dict[int, str] = {}
+_programs: dict[tuple[int, int, str, str], TritonProgram] = {}
+
+
+def _binder(kernel: Any, cc: int) -> tuple[Any, Callable[..., Any]]:
+    found = _binders.get((id(kernel), cc))
+    if found is None:
+        backend = make_backend(GPUTarget("cuda", cc, 32))
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        found = _binders[id(kernel), cc] = (backend, bind)
+    return found
+
+
+def source_key(kernel: Any) -> str:
+    """A hash of the kernel's text, of the functions it calls and of the constants they use.
+
+    Triton's own, `cache_key`, depends on which kernels of the process were hashed before.
+    """
+    if id(kernel) not in _sources:
+        _sources[id(kernel)] = cache.digest(*_texts(kernel, set()))
+    return _sources[id(kernel)]
+
+
+def _texts(function: Any, seen: set[int]) -> Iterator[str]:
+    seen.add(id(function))
+    plain = function.fn
+    yield from (plain.__module__, plain.__qualname__, function.src, repr(getattr(function, "noinline", None)))
+    names = sorted(_names(plain.__code__))
+    places = {name: plain.__globals__[name] for name in names if name in plain.__globals__}
+    places |= inspect.getclosurevars(plain).nonlocals
+    for name, value in sorted(places.items()):
+        members = [value]
+        if isinstance(value, ModuleType) and not value.__name__.startswith("triton"):
+            members = [getattr(value, inner) for inner in names if hasattr(value, inner)]
+        for member in members:
+            if isinstance(member, JITCallable):
+                if id(member) not in seen and not member.fn.__module__.startswith("triton."):
+                    yield from _texts(member, seen)
+            elif isinstance(member, (bool, int, float, str, tuple, tl.constexpr, tl.dtype)):
+                yield f"{name}={member!r}"
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (_names(one) for one in code.co_consts if isinstance(one, CodeType))
+    return {*code.co_names}.union(*inner)
+
+
+def specialise(kernel: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], cc: int) -> TritonProgram:
+    """What the JIT would compile for this call; tensors may be on the meta device."""
+    if interpreting():
+        raise ValueError("TRITON_INTERPRET is set: in this process kernels are interpreted and cannot be compiled")
+    settings = keywords | {
+        "debug": kernel.debug or knobs.runtime.debug, "instrumentation_mode": knobs.compilation.instrumentation_mode
+    }  # fmt: skip
+    backend, binder = _binder(kernel, cc)
+    bound, specialisation, options = binder(*arguments, **settings)
+    kind = (id(kernel), cc, str(specialisation), str(options))
+    found = _programs.get(kind)
+    if found is None:
+        options, signature, constants, attributes = kernel._pack_args(backend, settings, bound, specialisation, options)
+        found = _programs[kind] = TritonProgram(kernel, signature, constants, attributes, options, cc)
+    return found
+
+
+# --- launching what the cache has
+
+_loaded: dict[str, Loaded] = {}
+_lock = threading.Lock()
+
+
+@functools.cache
+def stocked() -> bool:
+    """Whether the cache holds any Triton kernel. Where nobody put one there, a first call need not look."""
+    return any(path.suffix == ".json" for path in cache.files())
+
+
+def loaded(program: TritonProgram, look: bool = True) -> Loaded | None:
+    """The program, ready to be launched: from this process or, if it is to `look` there, from the cache; else None."""
+    found = _loaded.get(program.key)
+    if found is None and look and (files := program.find()) is not None:
+        with _lock:
+            found = _loaded.setdefault(program.key, Loaded(*files))
+    return found
+
+
+class Loaded:
+    """A cubin that Triton made, launched through the driver; called like `launch.Direct`."""
+
+    def __init__(self, cubin: bytes, facts: dict[str, Any]) -> None:
+        self.kernel = driver.Kernel(cubin, facts["name"], facts["shared"], facts["early"])
+        self.threads = facts["threads"]
+        self.layout = layout(facts["signature"])
+        self.formats = facts["maps"]
+        size = self.layout.packing.size
+        self.buffer = ctypes.create_string_buffer(size + 64)
+        first = -ctypes.addressof(self.buffer) % 64
+        self.write = functools.partial(self.layout.packing.pack_into, self.buffer, first)
+        start = ctypes.addressof(self.buffer) + first
+        self.parameters = (ctypes.c_void_p * len(self.layout.offsets))(*(start + at for at in self.layout.offsets))
+        self.numbers: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None
+        self.maps: dict[tuple[int, ...], bytes] = {}
+        self.lock = threading.Lock()
+
+    def __call__(
+        self, grid: int, stream: int, tensors: tuple[Any, ...], numbers: tuple[Any, ...], constants: Any
+    ) -> None:
+        if self.numbers is None:
+            self.numbers = self.layout.chosen(len(tensors), len(numbers))
+        values: list[Any] = []
+        described = 0
+        for x in tensors:
+            if x is None:
+                continue
+            if isinstance(x, torch.Tensor):
+                values.append(x.data_ptr())
+            else:  # a Descriptor
+                values.append(self._map(described, x))
+                values += x.shape
+                values += x.strides
+                described += 1
+        with self.lock:  # the driver copies the parameters before it returns
+            self.write(*values, *self.numbers(numbers), 0, 0)
+            self.kernel.start_with(grid, self.threads, stream, self.parameters)
+
+    def _map(self, index: int, x: Any) -> bytes:
+        key = (index, x.base.data_ptr(), *x.shape, *x.strides)
+        found = self.maps.get(key)
+        if found is None:
+            if len(self.maps) >= MOST_MAPS:
+                self.maps.clear()
+            form = self.formats[index]
+            steps = tuple(step * form["elem_size"] for step in reversed(x.strides[:-1]))
+            sizes, box = tuple(reversed(x.shape)), tuple(reversed(form["block_size"]))
+            kind = MAP_TYPES[form["elem_type"]]
+            found = self.maps[key] = driver.encoded_map(key[1], kind, sizes, steps, box, form["swizzle"], PROMOTE_128)
+        return found
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a kernel's parameters are in one block of memory, in its order, scratch pointers last."""
+
+    packing: struct.Struct
+    offsets: tuple[int, ...]
+    constant: tuple[bool, ...]  # by argument of the kernel: it is compiled in
+
+    def chosen(self, tensors: int, numbers: int) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+        """Of the numbers, which come after the tensors, those that are not compiled in."""
+        left = [i for i in range(numbers) if not self.constant[tensors + i]]
+        if len(left) == numbers:
+            return tuple
+        if len(left) < 2:
+            return lambda values: tuple(values[i] for i in left)
+        return operator.itemgetter(*left)
+
+
+def layout(signature: list[str]) -> Layout:
+    """How parameters of these Triton types are passed.
+
+    >>> found = layout(["*bf16", "i32", "constexpr", "i64"])
+    >>> found.packing.format, found.offsets
+    ('<Qi4xqQQ', (0, 8, 16, 24, 32))
+    """
+    text, offsets, at = "<", [], 0
+
+    def add(letter: str, align: int, size: int) -> None:
+        nonlocal text, at
+        gap = -at % align
+        text += (f"{gap}x" if gap else "") + letter
+        offsets.append(at + gap)
+        at += gap + size
+
+    for kind in signature:
+        if kind == "constexpr":
+            continue
+        if kind.startswith("tensordesc"):
+            rank = kind[kind.index("[") : kind.index("]")].count(",") + 1
+            add("128s", 64, 128)
+            for letter in "i" * rank + "q" * rank:
+                add(letter, struct.calcsize(letter), struct.calcsize(letter))
+            continue
+        letter = "Q" if kind.startswith("*") else LETTERS[kind]
+        add(letter, struct.calcsize(letter), struct.calcsize(letter))
+    add("Q", 8, 8)
+    add("Q", 8, 8)
+    return Layout(struct.Struct(text), tuple(offsets), tuple(kind == "constexpr" for kind in signature))

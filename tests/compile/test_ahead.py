@@ -1,0 +1,328 @@
+"""Kernels built ahead of time are those that a call asks for, their parameters lie where the machine code reads them,
+and a process that has the folder compiles nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver as tritons_driver
+
+import flashkernels as fk
+from flashkernels.aot import build, manifest, work
+from flashkernels.aot.work import Appending, Rotation, Rows, attention_tensors, empty, programs
+from flashkernels.attention.problem import AttentionProblem, BackwardProblem
+from flashkernels.attention.triton import forward
+from flashkernels.decode.problem import DecodeProblem
+from flashkernels.hardware import lookup
+from flashkernels.jit import cache, driver, launch, notes, specialised
+
+CALL = AttentionProblem(batch=2, seq_q=256, seq_k=256, heads=4, kv_heads=2, head_dim=72, causal=True)
+ODD = replace(CALL, head_dim=70, head_dim_v=70)
+DECODE = DecodeProblem(batch=8, tokens=1, heads=32, kv_heads=8, head_dim=128, context=4096, page_size=16, row_bits=4096)
+CASES = {
+    "tma": (CALL, "rtx5090"), "pointers": (ODD, "h200"), "features": (replace(ODD, alibi=True, sinks=True), "a100"),
+    "backward": (BackwardProblem(CALL, ("q", "k", "v")), "a100"), "decode": (DECODE, "h200"),
+    "norm": (Rows("rms_norm", 1000, residual=True, backward=True), "h200"), "rope": (Rotation(8, 2, 128), "a100"),
+    "append": (Appending(8, 128, 16, format="int8", rotary=True), "h200"),
+}  # fmt: skip
+BYTES = {"u64": 8, "u32": 4, "f32": 4, "u8": 1, "b8": 1, "b64": 8, "b32": 4, "s32": 4, "s64": 8}
+
+
+class OneGpu:
+    """All that Triton's JIT asks of a driver before it launches."""
+
+    def __init__(self, cc: int) -> None:
+        self.cc = cc
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.cc, 32)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("FLASHKERNELS_CACHE", str(tmp_path / "kernels"))
+    specialised._loaded.clear()
+    launch._compiled.clear()
+    yield tmp_path / "kernels"
+    specialised._loaded.clear()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_programs_are_those_that_the_jit_compiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own JIT, with the same arguments, makes the same source, options and attributes."""
+    problem, gpu = CASES[name]
+    asked: list[tuple[Any, ...]] = []
+
+    def compile(self: Any, key: Any, signature: Any, device: int, constexprs: Any, options: Any, *rest: Any) -> None:
+        asked.append((signature, constexprs, rest[0], options))
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "_do_compile", compile)
+    specialise = specialised.specialise
+
+    def both(kernel: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], cc: int) -> Any:
+        kernel.device_caches.clear()
+        assert kernel.run(*arguments, grid=(1,), warmup=True, **keywords) is None
+        kernel.device_caches.clear()
+        return specialise(kernel, arguments, keywords, cc)
+
+    monkeypatch.setattr(specialised, "specialise", both)
+    monkeypatch.setattr(tritons_driver, "_active", OneGpu(lookup(gpu).cc))
+    ours = [one for one in programs(problem, lookup(gpu)) if isinstance(one, specialised.TritonProgram)]
+    assert len(ours) == len(asked) > 0
+    for program, theirs in zip(ours, asked, strict=True):
+        assert (program.signature, program.constants, program.attributes, program.options) == theirs
+
+
+def declared(ptx: str) -> list[int]:
+    """Bytes of each parameter of the kernel, as its PTX declares them."""
+    head = re.search(r"\.entry \w+\((.*?)\)", ptx, re.DOTALL)
+    assert head
+    found = []
+    for line in head[1].split(","):
+        kind = re.search(r"\.param(?: \.align \d+)? \.(\w+)", line)
+        count = re.search(r"\[(\d+)\]", line)
+        assert kind, line
+        found.append(BYTES[kind[1]] * (int(count[1]) if count else 1))
+    return found
+
+
+@pytest.mark.parametrize("name", ["tma", "pointers", "decode", "norm", "append"])
+def test_parameters_lie_as_the_machine_code_declares_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, gpu = CASES[name]
+    texts: list[str] = []
+    compile = triton.compile
+
+    def noted(*arguments: Any, **keywords: Any) -> Any:
+        made = compile(*arguments, **keywords)
+        texts.append(made.asm["ptx"])
+        return made
+
+    monkeypatch.setattr(triton, "compile", noted)
+    monkeypatch.setattr(cache, "store", lambda *_: None)
+    monkeypatch.setattr(cache, "load", lambda *_: None)
+    for program in programs(problem, lookup(gpu)):
+        assert isinstance(program, specialised.TritonProgram)
+        program.build()
+        found = specialised.layout(list(program.signature.values()))
+        ends = (*found.offsets[1:], found.packing.size)
+        for at, end, size in zip(found.offsets, ends, declared(texts[-1]), strict=True):
+            assert end - at >= size and at % min(size, 64) == 0
+        letters = re.findall(r"128s|[a-zA-Z]", re.sub(r"\d+x", "", found.packing.format[1:]))
+        assert [struct.calcsize(f"<{letter}") for letter in letters] == declared(texts[-1])
+
+
+class Starts:
+    """Kernels that note the bytes of their parameters instead of being launched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: list[tuple[Any, ...]] = []
+        self.maps: list[tuple[Any, ...]] = []
+
+        def start(kernel: Any, grid: int, block: int, stream: int, parameters: Any) -> None:
+            self.found.append((kernel, grid, block, stream, [*parameters]))
+            self.bytes = [ctypes.string_at(at, 8) for at in parameters]
+
+        def encoded(*arguments: Any) -> bytes:
+            self.maps.append(arguments)
+            return len(self.maps).to_bytes(128, "little")
+
+        monkeypatch.setattr(driver.Kernel, "start_with", start)
+        monkeypatch.setattr(driver, "encoded_map", encoded)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+
+
+def test_a_launch_from_the_folder_passes_every_argument(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = lookup("rtx5090")
+    (program,) = programs(CALL, gpu)
+    assert isinstance(program, specialised.TritonProgram)
+    program.build()
+    starts = Starts(monkeypatch)
+    tensors = attention_tensors(CALL)
+    call = launch.Launcher.__call__
+    monkeypatch.setattr(launch.Launcher, "__call__", lambda self, grid, device, *rest: call(self, grid, 0, *rest))
+    with fk.strict():
+        run = forward.plan(CALL, gpu, tensors)
+        run(tensors, 0.25, 0.0)
+        run(tensors, 0.5, 0.0)
+    assert len(starts.found) == 2
+    kernel, grid, block, stream, _ = starts.found[0]
+    facts = json.loads(cache.load(program.key, ".json") or b"")
+    assert (kernel.name, kernel.shared, block, stream) == ("forward_kernel", facts["shared"], facts["threads"], 7)
+    assert grid == 2 * 4 * -(-256 // program.constants[program.kernel.arg_names.index("BLOCK_M"),])
+    names = [name for name, kind in program.signature.items() if kind != "constexpr"]
+    flat = [part for name in names for part in ([name] * 9 if "_desc" in name else [name])]  # a map, 4 sizes, 4 strides
+    values = dict(zip(flat, starts.bytes[:-2], strict=True))
+    assert struct.unpack("f4x", values["scale"])[0] == pytest.approx(0.5 * 1.4426950408889634)
+    assert struct.unpack("q", values["stride_ks"]) == (2 * 72,) and struct.unpack("i4x", values["seq_q"]) == (256,)
+    assert starts.bytes[-2:] == [bytes(8)] * 2
+    assert len(starts.maps) == len(program.signature["k_desc0"] and facts["maps"])  # made once, used twice
+    _, dtype, sizes, strides, box, _, _ = starts.maps[0]
+    assert (dtype, sizes, strides) == (9, (72, 2, 256, 2), (144, 288, 73728)) and box[0] == 64 and box[2] % 16 == 0
+
+
+def test_a_kernel_that_may_start_early_is_launched_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver gets a CUlaunchConfig as cuda.h declares it: 56 bytes, an attribute of 72."""
+    calls = []
+
+    class Cuda:
+        def cuLaunchKernelEx(self, config: Any, handle: Any, parameters: Any, extra: Any) -> int:
+            at = ctypes.addressof(config._obj)
+            raw = ctypes.string_at(at, 56)
+            grid, block, (shared,) = struct.unpack_from("3I", raw), struct.unpack_from("3I", raw, 12), raw[24:25]
+            stream, attributes, count = struct.unpack_from("QQI", raw, 32)
+            attribute = struct.unpack("ii4i48x", ctypes.string_at(attributes, 72))
+            calls.append((grid, block, shared, stream, count, attribute[:3], handle.value, parameters))
+            return 0
+
+    monkeypatch.setattr(driver, "launcher", Cuda)
+    assert ctypes.sizeof(driver.Config) == 56 and ctypes.sizeof(driver.Attribute) == 72
+    start = driver.early_start(ctypes.c_void_p(0x700000002000))
+    for grid in (5, 6):
+        assert start(grid, 1, 1, 128, 1, 1, 64, ctypes.c_void_p(0x7FFF00001000), "parameters", None) == 0
+    rest = ((128, 1, 1), 64, 0x7FFF00001000, 1, (6, 0, 1), 0x700000002000, "parameters")
+    assert calls == [((5, 1, 1), *rest), ((6, 1, 1), *rest)]
+
+
+def test_strict_mode_names_what_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Starts(monkeypatch)
+    call = launch.Launcher.__call__
+    monkeypatch.setattr(launch.Launcher, "__call__", lambda self, grid, device, *rest: call(self, grid, 0, *rest))
+    monkeypatch.setattr(specialised.TritonProgram, "in_tritons_cache", lambda self: False)
+    tensors = attention_tensors(CALL)
+    run = forward.plan(CALL, lookup("rtx5090"), tensors)
+    monkeypatch.setenv("FLASHKERNELS_STRICT", "1")
+    with pytest.raises(fk.CompileStall, match=r"forward_kernel for sm_120 \(DIM=72.*flashkernels compile"):
+        run(tensors, 0.25, 0.0)
+
+
+def test_tritons_own_cache_counts_as_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    (program,) = programs(Rows("softmax", 64), lookup("a100"))
+    assert isinstance(program, specialised.TritonProgram)
+    assert not program.in_tritons_cache()
+    program.build()
+    assert program.in_tritons_cache()
+
+
+def test_noting_neither_compiles_nor_launches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "compile", None)
+    assert [type(one).__name__ for one in programs(CALL, lookup("h200"))] == ["CudaProgram"]
+    assert len(programs(BackwardProblem(CALL, ("q", "k", "v")), lookup("a100"))) == 4
+    assert notes.current() is None and not folder.exists()
+
+
+def test_keys_do_not_depend_on_what_else_the_process_has_seen() -> None:
+    """As those of Triton do: a folder would be of no use to a process that makes its calls in another order."""
+    code = """
+import sys
+from flashkernels.aot.work import *
+from flashkernels.hardware import lookup
+call = AttentionProblem(batch=2, seq_q=256, seq_k=256, heads=4, kv_heads=2, head_dim=72, causal=True)
+decode = DecodeProblem(batch=8, tokens=1, heads=32, kv_heads=8, head_dim=128, context=4096, page_size=16, row_bits=4096)
+works = [call, BackwardProblem(call, ("q",)), decode, Rows("rms_norm", 64, backward=True), Rotation(4, 2, 64)]
+for work in works[:: int(sys.argv[1])]:
+    for program in programs(work, lookup("a100")):
+        print(program.key)
+"""
+    runs = [
+        subprocess.run([sys.executable, "-c", code, step], capture_output=True, text=True, check=True, timeout=120)
+        for step in ("1", "-1", "2")
+    ]
+    forward, backward, few = ({*done.stdout.split()} for done in runs)
+    assert forward == backward and len(forward) == 9 and few < forward
+
+
+def test_a_change_in_what_a_kernel_calls_changes_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+import triton, triton.language as tl
+FACTOR = tl.constexpr(2)
+@triton.jit
+def inner(x):
+    return x * FACTOR
+@triton.jit
+def outer(x):
+    return inner(x) + tl.sum(x)
+@triton.jit
+def kernel(p):
+    tl.store(p, outer(tl.load(p)))
+"""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    changes = [("", ""), ("# Comments\n", ""), ("x * FACTOR", "x + FACTOR"), ("constexpr(2)", "constexpr(3)")]
+    keys = []
+    for i, (old, new) in enumerate(changes):
+        (tmp_path / f"changing{i}.py").write_text(text.replace(old, new) if old else text)
+        module = __import__(f"changing{i}")
+        keys.append([*specialised._texts(module.kernel, set())][1:])
+        keys[-1] = [part for part in keys[-1] if not part.startswith("changing")]
+    assert keys[0] == keys[1] and keys[0] != keys[2] and keys[0] != keys[3]
+
+
+def test_keys_tell_kernels_apart() -> None:
+    base = Rows("rms_norm", 4096)
+    calls = (base, replace(base, residual=True), replace(base, dtype="fp16"), replace(base, width=4095))
+    keys = {one.key for call in calls for gpu in ("h200", "a100") for one in programs(call, lookup(gpu))}
+    assert len(keys) == 8
+    assert programs(base, lookup("h200"))[0].key == programs(base, lookup("h100"))[0].key
+    assert programs(replace(base, width=8192 // 2), lookup("h200"))[0].key in keys
+
+
+def test_a_folder_built_here_leaves_nothing_to_compile_in_another_process(tmp_path: Path) -> None:
+    folder = tmp_path / "kernels"
+    calls = [CALL, Rows("softmax", 100), Rotation(4, 2, 64)]
+    wanted = build.kernels(calls, [lookup("h200"), lookup("rtx5090")])
+    built = list(build.build(wanted, folder, jobs=2))
+    assert [one.error for one in built] == [""] * len(wanted) and len(wanted) == 6
+    found = manifest.read(folder)
+    assert found.gpus == ["h200", "rtx5090"] and manifest.faults(folder, found) == []
+    code = """
+import triton
+from flashkernels.aot.work import *
+from flashkernels.hardware import lookup
+from flashkernels.jit import nvrtc, cache
+triton.compile = None
+nvrtc.Compiler.run = None
+call = AttentionProblem(batch=2, seq_q=256, seq_k=256, heads=4, kv_heads=2, head_dim=72, causal=True)
+for gpu in map(lookup, ("h200", "rtx5090")):
+    for work in (call, Rows("softmax", 100), Rotation(4, 2, 64)):
+        for program in programs(work, gpu):
+            assert program.cached(), program.label
+            program.build()
+(missing,) = programs(Rows("softmax", 100, "fp16"), lookup("h200"))
+assert not missing.cached() and cache.sealed()
+for run in RECIPES[AttentionProblem](call, lookup("h200"), only="hopper"):
+    run()  # its plan compiles, or finds
+print("nothing was compiled")
+"""
+    environment = {**os.environ, "FLASHKERNELS_CACHE": str(folder), "FLASHKERNELS_STRICT": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "nothing was compiled\n", done.stderr
+
+
+def test_meta_tensors_pose_the_problem() -> None:
+    problem = replace(CALL, varlen=True, total_q=300, total_k=500, alibi=True)
+    tensors = attention_tensors(problem)
+    assert tensors.q.shape == (300, 4, 72) and tensors.k.shape == (500, 2, 72) and tensors.alibi_slopes is not None
+    assert empty(3, dtype="bf16").is_meta
+    with pytest.raises(TypeError, match="AttentionProblem"):
+        work.programs("attention", lookup("h200"))  # type: ignore[arg-type]

@@ -1,0 +1,225 @@
+"""Strict mode and warm-up: what may compile, and when. What they do on a GPU is at the end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashkernels as fk
+from flashkernels.aot.wanted import OPS, Sizes, of_model, parse, wanted
+from flashkernels.aot.work import Rotation, Rows
+from flashkernels.attention.problem import AttentionProblem, BackwardProblem
+from flashkernels.decode.problem import DecodeProblem
+from flashkernels.jit import nvrtc, strict
+
+KERNEL = 'extern "C" __global__ void f(int* p) { *p = 1; }'
+CALL = AttentionProblem(batch=1, seq_q=256, seq_k=256, heads=8, kv_heads=2, head_dim=72, causal=True)
+
+
+def test_strict_mode_forbids_the_compiler_and_says_what_to_do() -> None:
+    with fk.strict(), pytest.raises(fk.CompileStall, match=r"f\.cu for sm_90a \(\w+\) is not compiled.*fk\.warmup"):
+        nvrtc.compile("f.cu", KERNEL, {})
+    assert nvrtc.compile("f.cu", KERNEL, {})
+    with fk.strict():  # the cache has it
+        assert nvrtc.compile("f.cu", KERNEL, {})
+
+
+def test_strict_mode_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHKERNELS_STRICT", "1")
+    with pytest.raises(fk.CompileStall):
+        nvrtc.compile("f.cu", KERNEL, {})
+    with strict.allowed():
+        assert nvrtc.compile("f.cu", KERNEL, {})
+    assert strict.active()
+
+
+def test_strict_mode_holds_in_every_thread_and_ends_with_the_outermost_block() -> None:
+    found: list[bool] = []
+
+    def ask() -> None:
+        thread = threading.Thread(target=lambda: found.append(strict.active()))
+        thread.start()
+        thread.join()
+
+    with fk.strict():
+        with fk.strict():
+            ask()
+        with strict.allowed():
+            assert not strict.active()
+            ask()
+        ask()
+    ask()
+    assert found == [True, True, True, False]
+
+
+def test_an_error_ends_strict_mode() -> None:
+    with pytest.raises(KeyError), fk.strict():
+        raise KeyError
+    assert not strict.active()
+
+
+def test_every_op_has_calls() -> None:
+    kinds = {op: {type(one) for one in wanted([op], Sizes(backward=True))} for op in OPS}
+    assert kinds["attention"] == {AttentionProblem} and kinds["attention_backward"] == {BackwardProblem}
+    assert kinds["decode"] == {DecodeProblem} and kinds["rope"] == {Rotation} and kinds["softmax"] == {Rows}
+
+
+def test_sizes_multiply() -> None:
+    calls = wanted(["attention"], Sizes(head_dims=[64, 72], dtypes=["bf16", "fp8"], batches=[2], seqs=[128, 256]))
+    assert len(calls) == 2 * 2 * 2 * 4  # lengths that are no multiples of 16 too
+    formats = Sizes(head_dims=[64], batches=[1], page_sizes=[16], cache_formats=["int8", "int4"])
+    assert len(wanted(["decode"], formats)) == 2 * 2
+    widths = [one.width for one in wanted(["swiglu", "rms_norm"], Sizes(widths=[100])) if isinstance(one, Rows)]
+    assert widths == [200, 100, 100]
+
+
+@pytest.mark.parametrize(
+    ("ops", "sizes", "message"),
+    [
+        (["atention"], {}, "'atention' is not one of attention"),
+        (["attention"], {"head_dims": [0]}, r"head_dims=\[0\]: 0 is not a positive"),
+        (["attention"], {"head_dims": 64}, "head_dims=64 must be a list"),
+        (["attention"], {"heads": 9, "kv_heads": 2}, "heads=9 is not a multiple of kv_heads=2"),
+        (["attention"], {"dtypes": ["fp12"]}, "'fp12' is not one of"),
+        (["attention"], {"head_dim": [64]}, "'head_dim' is not one of the sizes: head_dims"),
+    ],
+)
+def test_bad_sizes_are_named(ops: list[str], sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        wanted(ops, parse(**sizes))
+    with pytest.raises((TypeError, ValueError), match=message):
+        fk.warmup(*ops, **sizes)
+
+
+def test_bad_work_is_named() -> None:
+    with pytest.raises(TypeError, match=r"sizes=\['head_dims'\] go with names of ops"):
+        fk.warmup(CALL, head_dims=[64])
+    with pytest.raises(ValueError, match="op='norm' is not one of"):
+        Rows("norm", 64)
+
+
+LLAMA = """{"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
+"hidden_act": "silu", "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "sliding_window": 4096}"""
+
+
+def test_a_models_config_gives_its_calls(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(LLAMA)
+    works = of_model(config, Sizes(batches=[1], seqs=[1024], page_sizes=[16]))
+    kinds = [type(one).__name__ for one in works]
+    assert {kind: kinds.count(kind) for kind in kinds} == {
+        "AttentionProblem": 8, "DecodeProblem": 8, "Appending": 4, "Rotation": 2, "Rows": 3
+    }  # fmt: skip
+    attention = [one for one in works if isinstance(one, AttentionProblem)]
+    assert {(one.head_dim, one.heads, one.kv_heads, one.causal) for one in attention} == {(128, 32, 8, True)}
+    assert {one.window for one in attention} == {(-1, -1), (4095, -1)}
+    assert [(one.op, one.width) for one in works if isinstance(one, Rows)][-1] == ("swiglu", 28672)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "not a model's config.json"), ("[]", "holds a list"), ("{}", "has no hidden_size")]
+)
+def test_a_config_that_is_none_is_named(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        of_model(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="not a model's config"):
+        of_model(tmp_path / "missing.json")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
+def test_without_a_gpu_there_is_nothing_to_warm_up(kernel_cache: Path) -> None:
+    done = fk.warmup(CALL, "rms_norm")
+    assert (done.kernels, done.compiled) == (0, 0) and str(done).startswith("0 kernels") and not kernel_cache.exists()
+
+
+# Once by Triton's JIT and NVRTC, then strict: warmed, or from a folder, with the compilers taken away.
+PROGRAM = """
+import sys, time, torch
+import flashkernels as fk
+from flashkernels.aot.work import Rotation, Rows
+from flashkernels.attention.problem import AttentionProblem, BackwardProblem
+file, mode = sys.argv[1:]
+torch.manual_seed(0)
+half = {"device": "cuda", "dtype": torch.bfloat16}
+inputs = {dim: [torch.randn(2, 256, heads, dim, **half) for heads in (8, 2, 2)] for dim in (72, 70)}
+cos, sin = fk.rope_tables(256, 72, device="cuda")
+x, weight = torch.randn(64, 100, **half), torch.randn(576, **half)
+y, z = torch.randn(2, 64, 576, **half)
+
+def results():
+    outs = [fk.attention(*inputs[dim], causal=True) for dim in inputs]
+    outs += fk.rope(*inputs[72][:2], cos, sin)
+    outs.append(fk.softmax(x))
+    outs += fk.rms_norm(y, weight, residual=z)
+    leaves = [a.clone().requires_grad_() for a in inputs[72]]
+    outs += torch.autograd.grad(fk.attention(*leaves, causal=True).float().square().sum(), leaves)
+    return outs
+
+torch.cuda.synchronize()
+start = time.perf_counter()
+if mode == "jit":
+    torch.save(results(), file)
+    sys.exit()
+if mode == "folder":
+    import triton
+    from flashkernels.jit import nvrtc
+    triton.compile = nvrtc.Compiler.run = None
+call = AttentionProblem(batch=2, seq_q=256, seq_k=256, heads=8, kv_heads=2, head_dim=72, causal=True)
+odd = AttentionProblem(batch=2, seq_q=256, seq_k=256, heads=8, kv_heads=2, head_dim=70, causal=True)
+gradients = BackwardProblem(call, ("q", "k", "v"))
+norm = Rows("rms_norm", 576, residual=True)
+work = (call, odd, gradients, norm, Rows("softmax", 100), Rotation(8, 2, 72)) if mode == "warm" else ()
+done = fk.warmup(*work)
+with fk.strict():
+    outs = results()
+    torch.cuda.synchronize()
+    took = time.perf_counter() - start
+    for i, (ours, jit) in enumerate(zip(outs, torch.load(file), strict=True)):
+        assert torch.equal(ours, jit), i
+    try:
+        fk.softmax(torch.randn(64, 3000, device="cuda", dtype=torch.float16))
+    except fk.CompileStall as stall:
+        assert "softmax.forward_kernel" in str(stall)
+    else:
+        raise AssertionError("nothing was raised")
+print(done.kernels, done.compiled, took)
+"""
+
+
+def run(mode: str, cache: Path, home: Path) -> list[str]:
+    environment = {**os.environ, "FLASHKERNELS_CACHE": str(cache), "TRITON_CACHE_DIR": str(home / f"triton-{mode}")}
+    command = [sys.executable, "-c", PROGRAM, str(home / "outs.pt"), mode]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.gpu
+def test_after_warm_up_nothing_is_compiled_and_results_are_those_of_the_jit(kernel_cache: Path, tmp_path: Path) -> None:
+    """Bit for bit; and the next process only loads what this one compiled."""
+    run("jit", tmp_path / "other", tmp_path)
+    first, second = (run("warm", kernel_cache, tmp_path) for _ in range(2))
+    assert first[0] == first[1] == second[0] and second[1] == "0"
+    print(f"{first[0]} kernels; seconds from torch's start to the results: {first[2]}, then {second[2]}")
+
+
+@pytest.mark.gpu
+def test_a_folder_built_ahead_serves_without_a_compiler(tmp_path: Path) -> None:
+    gpu = fk.detect()
+    assert gpu is not None
+    folder = tmp_path / "kernels"
+    calls = "--ops attention,attention_backward,rope,softmax,rms_norm --head-dims 72,70 --widths 100,576 --batches 2"
+    command = f"compile --gpu {gpu.key} {calls} --seqs 256 --heads 8 --kv-heads 2 --out {folder}"
+    subprocess.run([sys.executable, "-m", "flashkernels", *command.split()], check=True, timeout=500)
+    run("jit", tmp_path / "other", tmp_path)
+    before = sorted(folder.rglob("*"))
+    print(f"seconds from torch's start to the results: {run('folder', folder, tmp_path)[2]}")
+    assert sorted(folder.rglob("*")) == before
