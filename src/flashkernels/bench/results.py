@@ -10,11 +10,13 @@ import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from flashkernels.jit import environment
 
 META = ("gpu", "driver", "torch", "triton", "flashkernels", "commit", "date")
 TIMES = ("ms_p50", "ms_p99", "tflops", "tbps")
@@ -153,6 +155,32 @@ def merge(old: Results, new: Results, where: Path) -> Results:
     return Results(new.meta, sorted(rows, key=lambda row: places[row.suite, row.case]))
 
 
+def joined(files: Sequence[tuple[Path, Results]]) -> Results:
+    """The rows of several files of one device, with the newest file's meta. A row that is older than that takes its own
+    commit and date along."""
+    newest = max((one for _, one in files), key=lambda one: str(one.meta["date"]))
+    rows: list[Row] = []
+    seen: dict[tuple[str, str, str, str], Path] = {}
+    for path, one in files:
+        for name in ("gpu", "cpu", "quick"):
+            if one.meta.get(name) != newest.meta.get(name):
+                first = next(other for other, results in files if results is newest)
+                values = f"{name}={one.meta.get(name)!r}, {first} {newest.meta.get(name)!r}"
+                raise ResultsError(f"{path} has {values}: one report is about one device")
+        own = {"commit": one.meta["commit"], "date": one.meta["date"]}
+        own = {} if own["commit"] == newest.meta["commit"] or not own["commit"] else own
+        for row in one.rows:
+            key = (row.op, row.suite, row.case, row.impl)
+            if key in seen:
+                raise ResultsError(f"{path}: {row.case} of {row.impl} ({row.suite}) is in {seen[key]} too")
+            seen[key] = path
+            rows.append(row if row.commit else replace(row, **own))
+    meta: dict[str, Any] = {}
+    for one in sorted((one for _, one in files), key=lambda one: str(one.meta["date"])):
+        meta |= one.meta
+    return Results(meta, rows)
+
+
 def write(path: Path, text: str) -> None:
     """Writes a file in one step: a reader sees the old text or the new one, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -235,7 +263,7 @@ def describe(device: str, *, quick: bool) -> dict[str, Any]:
 
 def commit() -> str | None:
     """The commit this package was checked out at, marked if files have changed; FLASHKERNELS_COMMIT overrides it."""
-    if override := os.environ.get("FLASHKERNELS_COMMIT"):
+    if override := environment.commit():
         return override
     package = Path(__file__).resolve().parents[1]
     top = _run("git", "-C", str(package), "rev-parse", "--show-toplevel")

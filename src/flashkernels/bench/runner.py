@@ -37,7 +37,29 @@ class Contestant:
 
     name: str
     peer: bool
-    prepare: Callable[[Case, tuple[Any, ...], dict[str, Any]], timing.Call]
+    prepare: Callable[[Any, tuple[Any, ...], dict[str, Any]], timing.Call]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the runner needs to know of an op: inputs of a case, what they should give, what plain torch makes of them,
+    how far a result is from the truth, and the parameters that a row has."""
+
+    inputs: Callable[[Any, str], tuple[tuple[Any, ...], dict[str, Any]]]
+    oracle: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+    plain: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+    error: Callable[[Any, Any, Any], float]
+    params: Callable[[Any, Suite], dict[str, Any]]
+
+
+def attention() -> Subject:
+    return Subject(
+        inputs=lambda case, device: inputs(case, device=device),
+        oracle=check.oracle,
+        plain=check.plain,
+        error=lambda found, reference, case: check.relative_error(found, reference),
+        params=_params,
+    )
 
 
 def run(
@@ -111,11 +133,16 @@ def launch_costs(device: str, impls: Sequence[str] | None = None) -> dict[str, f
     return costs
 
 
-def measure(case: Case, suite: Suite, contestants: Sequence[Contestant], gpu: Gpu | None, rounds: int) -> list[Row]:
+def measure(
+    case: Any, suite: Suite, contestants: Sequence[Contestant], gpu: Gpu | None, rounds: int,
+    subject: Subject | None = None,
+) -> list[Row]:  # fmt: skip
     """One row a contestant: first everyone is checked, then those who are right take turns under the clock."""
-    args, kwargs = inputs(case, device=suite.device)
-    reference = check.oracle(case, args, kwargs)
-    reference_error = check.relative_error(check.plain(case, args, kwargs), reference)
+    subject = subject or attention()
+    launch = getattr(case, "launch", suite.launch)  # some suites compare ways to launch
+    args, kwargs = subject.inputs(case, suite.device)
+    reference = subject.oracle(case, args, kwargs)
+    reference_error = subject.error(subject.plain(case, args, kwargs), reference, case)
     errors: dict[str, float] = {}
     samplers: dict[str, timing.Sampler] = {}
     reasons: dict[str, str] = {}
@@ -124,11 +151,11 @@ def measure(case: Case, suite: Suite, contestants: Sequence[Contestant], gpu: Gp
         try:
             call = contestant.prepare(case, args, kwargs)
             with call.scope():
-                errors[name] = check.relative_error(call.run(), reference)
+                errors[name] = subject.error(call.run(), reference, case)
             if not errors[name] <= check.tolerance(reference_error):  # a NaN fails too
                 reasons[name] = f"error {errors[name]:.2g} is over {check.tolerance(reference_error):.2g}"
             else:
-                samplers[name] = timing.sampler(call, device=suite.device, l2=suite.l2, launch=suite.launch)
+                samplers[name] = timing.sampler(call, device=suite.device, l2=suite.l2, launch=launch)
         except Unsupported as unsupported:
             reasons[name] = str(unsupported)
         except Exception as error:  # someone else's code may raise anything, and must not end the run
@@ -155,7 +182,7 @@ def measure(case: Case, suite: Suite, contestants: Sequence[Contestant], gpu: Gp
             figures |= _figures(case, times[name], gpu)
         else:
             figures |= {"ok": False, "reason": reasons[name]}
-        params = _params(case, suite)
+        params = subject.params(case, suite)
         rows.append(Row(suite.op, suite.name, case.name, params, impl=name, peer=contestant.peer, **figures))
     if gpu:
         samplers.clear()  # graphs hold memory
@@ -182,7 +209,7 @@ def _our_call(
     return timing.Call(lambda: attend(*args, impl=impl, **kwargs), scope)
 
 
-def _figures(case: Case, times: timing.Times, gpu: Gpu | None) -> dict[str, Any]:
+def _figures(case: Any, times: timing.Times, gpu: Gpu | None) -> dict[str, Any]:
     seconds, flops, traffic = times.p50 / 1e3, case.flops(), case.problem.bytes()
     figures: dict[str, Any] = {
         "ms_p50": times.p50,
@@ -190,8 +217,9 @@ def _figures(case: Case, times: timing.Times, gpu: Gpu | None) -> dict[str, Any]
         "tflops": flops / seconds / 1e12,
         "tbps": traffic / seconds / 1e12,
     }
-    if gpu and case.problem.dtype in gpu.peak:
-        compute, memory = flops / gpu.peak[case.problem.dtype], traffic / gpu.bandwidth
+    multiplied = getattr(case.problem, "compute", case.problem.dtype)  # quantised weights differ from the rest
+    if gpu and multiplied in gpu.peak:
+        compute, memory = flops / gpu.peak[multiplied], traffic / gpu.bandwidth
         figures |= {"roofline": max(compute, memory) / seconds, "bound": "compute" if compute >= memory else "memory"}
     return figures
 
@@ -225,7 +253,7 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {first}"[:300]
 
 
-def _still_alive(name: str, case: Case, error: Exception) -> None:
+def _still_alive(name: str, case: Any, error: Exception) -> None:
     """An illegal access breaks the CUDA context for everyone: then no later figure would mean anything."""
     if not torch.cuda.is_available():
         return

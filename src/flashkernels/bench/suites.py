@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from flashkernels.attention import cases as attention
 from flashkernels.bench.timing import L2, Launch
+from flashkernels.decode import cases as decode
+from flashkernels.moe import cases as moe
 
-OPS = {"attention": attention}
+OPS: dict[str, Any] = {"attention": attention, "decode": decode, "moe": moe}
 
-# Small problems are launch-bound in eager mode, so the scaling grid replays graphs.
-LAUNCH: dict[str, tuple[Launch, L2]] = {"scaling": ("graph", "warm")}
+# Small problems are launch-bound in eager mode, so these replay graphs. The weights of a layer do not fit the L2.
+LAUNCH: dict[str, tuple[Launch, L2]] = {
+    "scaling": ("graph", "warm"),
+    "route": ("graph", "warm"),
+    "layer": ("graph", "warm"),
+    "formats": ("graph", "cold"),
+}
 
 
 @dataclass(frozen=True)
@@ -20,7 +28,7 @@ class Suite:
 
     op: str
     name: str
-    cases: tuple[attention.Case, ...]
+    cases: tuple[Any, ...]
     device: str  # "cuda" or "cpu"
     launch: Launch
     l2: L2
@@ -43,6 +51,8 @@ def suite(
         default: tuple[Launch, L2] = ("eager", "warm")
     else:
         default = LAUNCH.get(name, ("eager", "cold"))
+    if op == "moe" and launch is not None:
+        raise ValueError(f"launch={launch!r}: the cases of moe say how they are launched; choose by their names")
     chosen = OPS[op].suite(name, device=device, quick=quick)
     return Suite(op, name, chosen, device, launch or default[0], l2 or default[1])
 

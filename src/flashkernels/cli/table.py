@@ -60,8 +60,8 @@ def fill(text: str, measured: dict[str, Results], where: Path) -> str:
 def headdims(results: Results) -> str:
     """TFLOPS by head dimension, full / causal, and what ours are over the rivals' and over padding to a power of two.
 
-    Where several implementations of ours were timed each has a column, and the ratios take the fastest of them; that over
-    padding is the Triton kernel over itself.
+    Where several implementations of ours were timed each has a column, and the ratios take the fastest of them; that
+    over padding is the Triton kernel over itself.
     """
     rows: dict[tuple[int, str], list[Row]] = {}
     for row in results.rows:

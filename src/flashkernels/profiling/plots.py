@@ -1,21 +1,21 @@
-"""The report of a benchmark: one HTML file with tables and plots that needs nothing from the network."""
+"""The drawings of a report: speed by head dimension, time by sequence length, and ours against the best peer."""
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import itertools
 import re
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flashkernels.bench.results import Results, Row, fastest, speedup, worst_error
+from flashkernels.bench.results import Results, Row, speedup
+from flashkernels.profiling.drawing import COLOURS
+from flashkernels.profiling.roofline import STUDY, study
 
-COLOURS = 12  # the template has as many, each in a light and a dark shade
 # Matplotlib writes plain colours; these stand for the page's own, which follow the reader's light or dark mode.
 INK, GRID = "#0000f0", "#0000f1"
+BY_LENGTH = ("seqlens", "scaling")  # suites that walk over sequence lengths
 
 
 @dataclass(frozen=True)
@@ -28,72 +28,6 @@ class Plot:
     impls: tuple[str, ...] = ()
 
 
-def require_extra() -> None:
-    """Raises when the packages that draw the report are missing, and names the extra that brings them."""
-    for module in ("jinja2", "matplotlib"):
-        if importlib.util.find_spec(module) is None:
-            raise ValueError(f"the report needs {module}: pip install 'flashkernels[report]'")
-
-
-def render(results: Results) -> str:
-    """The whole page as text."""
-    require_extra()
-    import jinja2
-
-    pages = jinja2.Environment(
-        loader=jinja2.PackageLoader("flashkernels", "bench"), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    impls = results.impls()
-    return pages.get_template("report.html.j2").render(
-        meta=results.meta,
-        headline=headline(results),
-        suites=list(dict.fromkeys(f"{row.op} {row.suite}" for row in results.rows)),
-        impls=impls,
-        colours={impl: f"{i % COLOURS:x}" for i, impl in enumerate(impls)},
-        unit="ms" if _by_time(results) else "TFLOPS",
-        table=list(_table(results, impls)),
-        rows=results.rows,
-        failed=[row for row in results.rows if not row.ok and not row.peer],
-        plots=list(plots(results)),
-        facts=facts(results),
-        older=results.commits()[1:],
-    )
-
-
-def headline(results: Results) -> str:
-    """The result in one sentence."""
-    machine = results.meta["gpu"] or "the CPU"
-    mine = [row for row in results.rows if not row.peer]
-    wrong = [row for row in mine if not row.ok]
-    if wrong:
-        return f"{len(wrong)} of {len(mine)} checks failed on {machine}"
-    ratios = _ratios(results)
-    if not ratios or not results.meta["gpu"]:
-        return f"All {len(mine)} checks against the oracle passed on {machine}"
-    wins = sum(ratio >= 1 for ratio in ratios)
-    return f"As fast as the best rival or faster in {wins} of {len(ratios)} cases on {machine}"
-
-
-def facts(results: Results) -> list[tuple[str, str]]:
-    """The figures to read first: (value, what it is)."""
-    mine = [row for row in results.rows if not row.peer]
-    found = [(f"{sum(row.ok for row in mine)} / {len(mine)}", "checks against the oracle passed")]
-    if error := worst_error(results.rows):
-        found.append((f"{error:.2f}x", "plain torch's error, at most (2x is allowed)"))
-    ratios = _ratios(results)
-    if ratios and results.meta["gpu"]:
-        found.append((f"{statistics.geometric_mean(ratios):.2f}x", "the best peer's speed, geometric mean"))
-        found.append((f"{max(ratios):.2f}x", "in the best case"))
-    timed = [row.tflops for row in mine if row.ok and row.tflops is not None]
-    if timed and results.meta["gpu"]:
-        found.append((f"{max(timed):.0f}", "TFLOPS at most"))
-    if "launch_us" in results.meta:
-        costs = results.meta.get("launch_us_by_impl", {})
-        each = f" ({', '.join(f'{impl} {cost:.0f}' for impl, cost in costs.items())})" if len(costs) > 1 else ""
-        found.append((f"{results.meta['launch_us']:.0f} µs", f"of CPU time for one small call{each}"))
-    return found
-
-
 def plots(results: Results) -> Iterator[Plot]:
     """The drawings that these results allow."""
     headdims = [row for row in results.rows if row.suite == "headdims" and row.ok]
@@ -101,9 +35,8 @@ def plots(results: Results) -> Iterator[Plot]:
         rows = [row for row in headdims if row.params["causal"] == causal]
         if len({row.params["head_dim"] for row in rows}) > 1:
             yield _by_head_dim(rows, results, "causal" if causal else "full")
-    seqlens = [row for row in results.rows if row.suite == "seqlens" and row.ok]
-    for d in sorted({row.params["head_dim"] for row in seqlens}):
-        yield _by_seqlen([row for row in seqlens if row.params["head_dim"] == d], results, d)
+    for rows in _series(results):
+        yield _by_seqlen(rows, results)
     for suite in dict.fromkeys(row.suite for row in results.rows):
         ratios = {case: speedup(rows) for (s, case), rows in results.cases().items() if s == suite}
         measured = {case: ratio for case, ratio in ratios.items() if ratio is not None}
@@ -111,29 +44,17 @@ def plots(results: Results) -> Iterator[Plot]:
             yield _speedups(measured, suite)
 
 
-def _ratios(results: Results) -> list[float]:
-    return [ratio for rows in results.cases().values() if (ratio := speedup(rows)) is not None]
-
-
-def _by_time(results: Results) -> bool:
-    return results.meta["gpu"] is None or all(row.suite == "scaling" for row in results.rows)
-
-
-def _table(results: Results, impls: list[str]) -> Iterator[dict[str, Any]]:
-    """One line a case: a cell for each contestant, ours against the best peer, and our share of the roofline."""
-    for (suite, case), rows in results.cases().items():
-        by_impl = {row.impl: row for row in rows}
-        best = min((row for row in rows if row.ok), key=lambda row: row.seconds, default=None)
-        mine = fastest(rows, peer=False)
-        cells = [{"row": by_impl.get(impl), "best": best is not None and impl == best.impl} for impl in impls]
-        yield {
-            "suite": suite,
-            "case": case,
-            "cells": cells,
-            "speedup": speedup(rows),
-            "error": worst_error(rows),
-            "mine": mine,
-        }
+def _series(results: Results) -> Iterator[list[Row]]:
+    """Rows that differ in their sequence length only (and in the batch that makes up for it, in `seqlens`)."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in results.rows:
+        if row.ok and row.op == "attention" and row.suite in BY_LENGTH:
+            batch = row.params["batch"] if row.suite == "scaling" else None
+            key = (row.suite, row.params["head_dim"], row.params["heads"], batch)
+            groups.setdefault(key, []).append(row)
+    for rows in groups.values():
+        if len({row.params["seq"] for row in rows}) > 1:
+            yield rows
 
 
 def _by_head_dim(rows: list[Row], results: Results, kind: str) -> Plot:
@@ -161,21 +82,36 @@ def _by_head_dim(rows: list[Row], results: Results, kind: str) -> Plot:
     return Plot(title, caption, _svg(draw, f"headdims-{kind}"), _names(results, rows))
 
 
-def _by_seqlen(rows: list[Row], results: Results, d: int) -> Plot:
+def _by_seqlen(rows: list[Row], results: Results) -> Plot:
+    first = rows[0].params
+    scaling = rows[0].suite == "scaling"
+    where = f"b{first['batch']}-h{first['heads']}-s"
+    laptop = [
+        p for p in study() if scaling and p.case.startswith(where) and p.case.endswith(f"-d{first['head_dim']} fused")
+    ]
+
     def draw(axes: Any) -> None:
         for impl, style in _styles(results, rows):
             points = sorted((row.params["seq"], row.ms_p50) for row in rows if row.impl == impl)
             axes.plot([seq for seq, _ in points], [ms for _, ms in points], marker="o", markersize=3, **style)
+        if laptop and results.meta["gpu"]:
+            lengths = [int(point.case.split("-s")[1].split("-")[0]) for point in laptop]
+            axes.plot(lengths, [1e3 * p.seconds for p in laptop], color=INK, linestyle=":", linewidth=1.3)
+            end = (lengths[-1], 1e3 * laptop[-1].seconds)
+            above = {"textcoords": "offset points", "ha": "right", "va": "center", "fontsize": 8}
+            axes.annotate(f"{STUDY}, fused", end, (-10, 1), **above)
         lengths = sorted({row.params["seq"] for row in rows})
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(lengths, [str(n) for n in lengths])
-        axes.set_xlabel("sequence length, tokens of the batch constant")
+        axes.set_xlabel("sequence length" if scaling else "sequence length, tokens of the batch constant")
         axes.set_ylabel("ms")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
+    shape = f"B={first['batch']}, H={first['heads']}, D={first['head_dim']}" if scaling else f"D={first['head_dim']}"
     caption = "Milliseconds of one call, both axes logarithmic; lower is better."
-    return Plot(f"Time by sequence length, D={d}", caption, _svg(draw, f"seqlens-{d}"), _names(results, rows))
+    name = f"{rows[0].suite}-{shape}"
+    return Plot(f"Time by sequence length, {shape}", caption, _svg(draw, name), _names(results, rows))
 
 
 def _speedups(ratios: dict[str, float], suite: str) -> Plot:

@@ -1,0 +1,1 @@
+"""Where the time goes and what the machine would allow: profiles, rooflines, reports."""

@@ -1,0 +1,157 @@
+"""The roofline: its arithmetic, the points in it, and labels that never cover one another."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from flashkernels.bench.results import ResultsError, joined, read
+from flashkernels.hardware import lookup
+from flashkernels.profiling import ceilings as module, drawing, roofline
+from flashkernels.profiling.ceilings import Ceilings
+from flashkernels.profiling.drawing import Dot, Scene, Text, text_size
+from flashkernels.profiling.labels import Box, Label, place
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
+H200 = lookup("h200")
+CEILINGS = Ceilings("NVIDIA H200", "2026-11-15", "2.11", {"copy": 4.25e12, "read": 4.6e12, "l2": 7e12},
+                    {"bf16": 679e12, "fp8": 1279e12}, {"int8": "not here"})  # fmt: skip
+
+
+def committed() -> list[roofline.Point]:
+    return roofline.points_of(joined([(path, read(path)) for path in sorted(RESULTS.glob("attention-*.json"))]))
+
+
+def test_the_roof_is_the_lower_of_memory_and_compute() -> None:
+    roof = roofline.datasheet(H200, ["bf16", "fp8", "int4"])
+    assert set(roof.compute) == {"bf16", "fp8"}  # the datasheet has no int4
+    assert roof.ridge("bf16") == pytest.approx(989.4e12 / 4.8e12)
+    for intensity in (1.0, 100.0, 206.0, 207.0, 1e5):
+        assert roof.at(intensity, "bf16") == min(4.8e12 * intensity, 989.4e12)
+
+
+def test_measured_roofs_take_the_fastest_traffic_past_the_caches() -> None:
+    roof = roofline.measured(CEILINGS, ["bf16", "fp16"])
+    assert (roof.memory, roof.compute, roof.others) == (4.6e12, {"bf16": 679e12}, (("l2", 7e12),))
+
+
+def test_a_point_has_the_intensity_of_its_problem() -> None:
+    points = {point.case: point for point in committed() if point.impl == "hopper"}
+    point = points["headdims d128-full"]
+    flops, moved = 4 * 4 * 16 * 4096**2 * 128, 4 * 4 * 4096 * 16 * 128 * 2 + 4 * 4 * 4096 * 16
+    assert point.intensity == pytest.approx(flops / moved, rel=1e-3)  # five digits in the file
+    assert point.rate == pytest.approx(flops / point.seconds, rel=1e-3)
+
+
+def test_the_study_is_where_it_was_measured() -> None:
+    fused = [point for point in roofline.study() if point.case.endswith("fused")]
+    assert len(fused) == 13
+    assert 33e12 < max(point.rate for point in fused) < 36e12
+    assert 110e9 < max(point.rate / point.intensity for point in fused) < 125e9  # bytes/s at best
+
+
+def test_no_committed_point_is_over_the_datasheet() -> None:
+    roof = roofline.datasheet(H200, ["bf16", "fp16", "fp8"])
+    cold = [point for point in committed() if "scaling" not in point.case]  # warm: the L2 serves them
+    assert cold and all(point.rate <= roof.at(point.intensity, point.dtype) for point in cold)
+
+
+def boxes(scene: Scene) -> list[Box]:
+    found = []
+    for mark in scene.marks:
+        if isinstance(mark, Text) and mark.upright and mark.anchor == "start":
+            width, height = text_size(mark.text, mark.size)
+            bottom = mark.y + 0.25 * mark.size
+            found.append(Box(mark.x, bottom - height, mark.x + width, bottom))
+    return found
+
+
+@pytest.mark.parametrize("measured", [None, CEILINGS], ids=["datasheet", "measured"])
+def test_the_labels_of_the_committed_results_do_not_overlap(measured: Ceilings | None) -> None:
+    scene = roofline.draw(roofline.roofs_for("NVIDIA H200", measured, ["bf16", "fp16", "fp8"]), committed())
+    found = boxes(scene)
+    assert len(found) >= 10
+    assert not any(a.overlaps(b) for i, a in enumerate(found) for b in found[:i])
+    assert all(box.inside(roofline.FRAME) for box in found)
+    dots = [mark for mark in scene.marks if isinstance(mark, Dot)]
+    assert not any(box.left < d.x < box.right and box.top < d.y < box.bottom for box in found for d in dots)
+    labelled = {mark.group for mark in scene.marks if isinstance(mark, Text)}
+    assert {"hopper", "triton", "fa4", "sdpa-cudnn", roofline.STUDY} <= labelled
+
+
+labels = st.lists(
+    st.builds(Label, st.floats(0, 500), st.floats(0, 300), st.floats(5, 120), st.floats(8, 16)), max_size=40
+)
+
+
+@given(labels)
+def test_placed_labels_never_overlap_nor_leave_the_picture(wanted: list[Label]) -> None:
+    bounds, taken = Box(0, 0, 500, 300), [Box(100, 100, 140, 120), Box(300, 20, 310, 280)]
+    placed = place(wanted, taken, bounds)
+    assert len(placed) == len(wanted)
+    found = [box for box in placed if box]
+    assert all(box.inside(bounds) for box in found)
+    assert not any(a.overlaps(b) for i, a in enumerate(found) for b in [*taken, *found[:i]])
+
+
+def test_a_label_that_fits_nowhere_has_no_place() -> None:
+    assert place([Label(5, 5, 50, 10)], [], Box(0, 0, 20, 20)) == [None]
+
+
+def test_the_svg_escapes_and_the_png_is_a_picture(tmp_path: Path) -> None:
+    point = roofline.Point(100.0, 1e14, "a<b>", "suite x&y", False, "bf16", 1e-3)
+    scene = roofline.draw([roofline.datasheet(H200, ["bf16"])], [point])
+    assert "a<b>" not in drawing.svg(scene, "picture") and "a&lt;b&gt;" in drawing.svg(scene, "picture")
+    drawing.png(scene, tmp_path / "new" / "roof.png")
+    assert (tmp_path / "new" / "roof.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_an_empty_roofline_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a roof or a point"):
+        roofline.draw([], [])
+
+
+def test_ceilings_survive_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHKERNELS_CACHE", str(tmp_path))
+    assert module.kept("NVIDIA H200") is None
+    path = module.keep(CEILINGS)
+    assert path == tmp_path / "ceilings" / "nvidia-h200.json"
+    assert module.kept("NVIDIA H200") == CEILINGS
+    path.write_text('{"device": 1}')
+    with pytest.raises(ResultsError, match=r"nvidia-h200.json: not a file of ceilings"):
+        module.kept("NVIDIA H200")
+
+
+def test_a_sealed_cache_takes_no_ceilings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHKERNELS_CACHE", str(tmp_path))
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(OSError, match="flashkernels compile"):
+        module.keep(CEILINGS)
+
+
+def test_the_ceilings_of_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CPU_COPY_BYTES", 1 << 22)
+    monkeypatch.setattr(module, "CPU_SIDE", 128)
+    found = module.measure("cpu")
+    assert set(found.bandwidth) == {"copy"} and set(found.compute) == {"fp32"} and not found.missing
+    assert all(math.isfinite(rate) and rate > 1e8 for rate in (*found.bandwidth.values(), *found.compute.values()))
+
+
+@pytest.mark.gpu
+def test_the_ceilings_of_this_gpu() -> None:
+    from flashkernels.hardware import detect
+
+    gpu, found = detect(), module.measure("cuda")
+    assert gpu
+    assert set(found.bandwidth) == {"copy", "read", "l2"}
+    assert {*found.compute, *found.missing} == set(module.COMPUTE)
+    for kind in ("copy", "read"):
+        assert 0.5 < found.bandwidth[kind] / gpu.bandwidth < 1.02
+    assert found.bandwidth["l2"] > found.bandwidth["copy"]
+    for dtype, rate in found.compute.items():
+        assert 0.3 < rate / gpu.peak[dtype] < 1.02, dtype
+    if gpu.has_fp8:
+        assert not found.missing
