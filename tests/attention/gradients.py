@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def check(
     q: Tensor, k: Tensor, v: Tensor, *, impl: str, with_lse: bool = True, also: tuple[str, ...] = (), **features: Any
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and of the features named in `also`."""
-    ours = lambda *a, **f: fk.attention(*a, return_lse=True, impl=impl, **f)  # noqa: E731
+    ours = partial(fk.attention, return_lse=True, impl=impl)
     return _compare((q, k, v), ours, oracle.naive, oracle.attention, with_lse, also, features)
 
 
@@ -62,9 +63,16 @@ def check_varlen(
 ) -> tuple[Tensor, ...]:
     """The same of a ragged batch."""
     lengths = batch.args[3:]
-    ours = lambda *a, **f: fk.attention_varlen(*a, *lengths, return_lse=True, impl=impl, **f)  # noqa: E731
-    plain = lambda *a, **f: oracle.naive_varlen(*a, *lengths[:2], **f)  # noqa: E731
-    exact = lambda *a, **f: oracle.attention_varlen(*a, *lengths[:2], **f)  # noqa: E731
+
+    def ours(*qkv: Tensor, **features: Any) -> Any:
+        return fk.attention_varlen(*qkv, *lengths, return_lse=True, impl=impl, **features)
+
+    def plain(*qkv: Tensor, **features: Any) -> Any:
+        return oracle.naive_varlen(*qkv, *lengths[:2], **features)
+
+    def exact(*qkv: Tensor, **features: Any) -> Any:
+        return oracle.attention_varlen(*qkv, *lengths[:2], **features)
+
     return _compare(batch.args[:3], ours, plain, exact, with_lse, also, features)
 
 

@@ -109,8 +109,10 @@ def _assert_answer(out: Tensor, lse: Tensor | None, q: Tensor, want: Answer, pla
 
 
 def _double(features: dict[str, Any]) -> dict[str, Any]:
-    floats = lambda x: isinstance(x, Tensor) and x.is_floating_point()  # noqa: E731
-    return {name: value.double() if floats(value) else value for name, value in features.items()}
+    def double(x: Any) -> Any:
+        return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return {name: double(value) for name, value in features.items()}
 
 
 def _ragged(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, **features: Any) -> Answer:

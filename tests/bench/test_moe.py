@@ -8,7 +8,7 @@ import torch
 from flashkernels import moe
 from flashkernels.bench import moe as runner
 from flashkernels.bench.peers import choose
-from flashkernels.bench.runner import Contestant, measure
+from flashkernels.bench.runner import Contestant, measure, theirs
 from flashkernels.bench.suites import suite
 from flashkernels.bench.timing import Call
 from flashkernels.moe.cases import QUICK_ON_GPU, SUITES, Case, suite as cases
@@ -33,7 +33,7 @@ def test_rows_have_the_parameters_that_change_a_figure() -> None:
 @pytest.mark.parametrize("case", [*ROUTE.cases[:4], *LAYER.cases[:1], *LAYER.cases[-28::7]], ids=lambda case: case.name)
 def test_ours_and_torch_are_right(case: Case) -> None:
     which = ROUTE if case in ROUTE.cases else LAYER
-    contestants = [*runner.ours(case, None), *runner.theirs(choose("torch-moe", "moe"))]
+    contestants = [*runner.ours(case, None), *theirs(choose("torch-moe", "moe"))]
     rows = measure(case, which, contestants, None, 1, runner.SUBJECT)
     assert rows[0].ok and rows[0].params["launch"] == "eager"
     assert rows[1].ok == (case in ROUTE.cases)  # torch's grouped product needs a GPU

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
 from dataclasses import replace
 
 import pytest
@@ -18,6 +17,7 @@ from flashkernels.hardware import lookup
 from flashkernels.jit import nvrtc
 
 from .sass import loops, matrix, spills
+from .structs import declared
 
 SAMPLE = (
     *(variant(dim, right=right) for dim in (64, 72, 128, 256) for right in (False, True)),
@@ -31,10 +31,6 @@ SAMPLE = (
     replace(variant(256, right=True), own_dq=False),
 )
 RARE = 24  # registers stored or loaded in a pass of the loop, where every feature of the logits comes together
-# A pointer of any type is 8 bytes.
-BYTES = {"TensorMap": 128, "Strides": 24, "i64": 8, "int": 4, "float": 4}
-
-
 @pytest.fixture(autouse=True)
 def _compiler() -> None:
     try:
@@ -115,20 +111,9 @@ def test_the_list_is_distinct_and_has_every_flag_and_size() -> None:
 # The parameters: Python and C++ lay out the same struct
 
 
-def declared() -> list[tuple[str, int]]:
-    """Name and size of each field of the C++ struct, in its order."""
-    text = re.search(r"struct Params \{(.*?)\n\};", source.files()["backward_params.cuh"], re.S)
-    assert text is not None
-    fields: list[tuple[str, int]] = []
-    for statement in re.sub(r"//.*", "", text[1]).split(";"):
-        words = re.match(r"\s*(?:const )?(\w+)\b(.*)", statement, re.S)
-        names = words[2].split(",") if words else []
-        fields += [(name.strip(" *\n"), 8 if "*" in name else BYTES[words[1]]) for name in names]
-    return fields
-
-
 def test_both_have_the_same_fields_in_the_same_order() -> None:
-    assert declared() == [(name, ctypes.sizeof(kind)) for name, kind in Params._fields_]
+    fields = [(name, ctypes.sizeof(kind)) for name, kind in Params._fields_]
+    assert declared(source.files()["backward_params.cuh"]) == fields
 
 
 def test_both_have_the_same_size() -> None:

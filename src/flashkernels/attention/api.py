@@ -185,7 +185,10 @@ def attention(
     )  # fmt: skip
     if layout == "bhsd":
         out = out.transpose(1, 2)
-    return (out, lse) if return_lse else out
+    if not return_lse:
+        return out
+    assert lse is not None  # it was asked for
+    return out, lse
 
 
 def attention_varlen(
@@ -226,7 +229,10 @@ def attention_varlen(
         tensors, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window, softcap, "bshd", return_lse, impl,
         dropout_p, deterministic, dropout_seed=dropout_seed,
     )  # fmt: skip
-    return (out, lse) if return_lse else out
+    if not return_lse:
+        return out
+    assert lse is not None  # it was asked for
+    return out, lse
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> AttentionProblem:
@@ -316,7 +322,7 @@ def _call(
     tensors: Tensors, max_q: int, max_k: int, causal: bool, softmax_scale: float | None, window: tuple[int, int],
     softcap: float, layout: str, need_lse: bool, impl: str, dropout_p: float, deterministic: bool,
     dropout_seed: int | Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Straight to the kernel where nothing watches; through the registered op under compile, autograd and modes."""
     if isinstance(window, list):
         window = tuple(window)
@@ -332,7 +338,7 @@ def _call(
         with torch.autocast(device, enabled=False):
             return _call(_autocast(tensors, device), *settings, deterministic, tensors.dropout_seed)
     if isinstance(window, tuple) and unwatched(tensors):
-        return _run(tensors, *settings)  # type: ignore[return-value]
+        return _run(tensors, *settings)
     _problem(tensors, max_q, max_k, causal, softmax_scale, window, softcap, dropout_p=dropout_p)  # the errors of eager
     scale = tensors.q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     keep = need_lse or (_fusable(device, impl) and _tracked(tensors))

@@ -12,17 +12,10 @@ from torch import Tensor
 
 import flashkernels as fk
 from flashkernels.attention.reference import attention
-from flashkernels.bench import check, timing
+from flashkernels.bench import check, runner, timing
 from flashkernels.bench.peers import Peer
 from flashkernels.bench.results import Row
-from flashkernels.bench.runner import (
-    HEAT_SECONDS,
-    BenchError as BenchError,
-    Contestant,
-    Subject,
-    measure,
-    theirs,
-)
+from flashkernels.bench.runner import BenchError as BenchError, Contestant, Subject
 from flashkernels.bench.suites import Suite
 from flashkernels.decode.api import IMPLS
 from flashkernels.decode.cases import Case, inputs, suite as cases
@@ -34,23 +27,16 @@ from flashkernels.hardware import Gpu, detect
 def run(
     suite: Suite, peers: Sequence[Peer], *, impls: Sequence[str] | None = None, rounds: int = 5
 ) -> Iterator[list[Row]]:
-    """Measures one case after the other and yields its rows."""
+    """Measures one case after the other and yields its rows, with the figures of the keys that are there."""
     gpu = detect() if suite.device == "cuda" else None
-    if gpu:
-        timing.heat(HEAT_SECONDS)
-    for case in suite.cases:
-        rows = measure(case, suite, [*ours(case, gpu, impls), *theirs(peers)], gpu, rounds, SUBJECT)
+    measured = runner.run(suite, peers, impls=impls, rounds=rounds, contestants=ours, subject=SUBJECT)
+    for case, rows in zip(suite.cases, measured, strict=True):
         yield [_counted(row, case, gpu) for row in rows]
 
 
 def choose(names: str) -> tuple[str, ...]:
     """Our implementations by a comma-separated list of their names; "invariant" is triton with batch_invariant=True."""
-    wanted = tuple(name.strip() for name in names.split(","))
-    known = [*(impl.name for impl in IMPLS), INVARIANT]
-    for name in wanted:
-        if name not in known:
-            raise ValueError(f"impls={name!r} is not one of {', '.join(map(repr, known))}")
-    return wanted
+    return runner.named(names, [*(impl.name for impl in IMPLS), INVARIANT])
 
 
 INVARIANT = "invariant"
@@ -69,12 +55,7 @@ def ours(case: Case, gpu: Gpu | None, impls: Sequence[str] | None = None) -> lis
 def launch_costs(device: str, impls: Sequence[str] | None = None) -> dict[str, float]:
     """CPU microseconds of one eager call, at a size that costs the device next to nothing."""
     case = cases("formats", device=device, quick=device == "cpu")[0]
-    args, kwargs = SUBJECT.inputs(case, device)
-    costs = {}
-    for contestant in ours(case, detect() if device == "cuda" else None, impls):
-        call = contestant.prepare(case, args, kwargs)
-        costs[contestant.name] = round(timing.launch_cost(call.run, device=device), 2)
-    return costs
+    return runner.costs(case, ours(case, detect() if device == "cuda" else None, impls), SUBJECT, device)
 
 
 def _our_call(case: Case, args: tuple[Any, ...], kwargs: dict[str, Any], *, impl: str) -> timing.Call:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,17 +11,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from flashkernels import moe
-from flashkernels.bench import check, timing
-from flashkernels.bench.peers import Peer
-from flashkernels.bench.results import Row
-from flashkernels.bench.runner import (
-    HEAT_SECONDS,
-    BenchError as BenchError,
-    Contestant,
-    Subject,
-    measure,
-    theirs,
-)
+from flashkernels.bench import check, runner, timing
+from flashkernels.bench.runner import BenchError as BenchError, Contestant, Subject
 from flashkernels.bench.suites import Suite
 from flashkernels.hardware import Gpu, detect
 from flashkernels.moe.cases import Case, inputs, suite as cases
@@ -30,25 +21,9 @@ from flashkernels.moe.route import IMPLS
 from flashkernels.moe.weights import ROUNDED, Quantised
 
 
-def run(
-    suite: Suite, peers: Sequence[Peer], *, impls: Sequence[str] | None = None, rounds: int = 5
-) -> Iterator[list[Row]]:
-    """Measures one case after the other and yields its rows."""
-    gpu = detect() if suite.device == "cuda" else None
-    if gpu:
-        timing.heat(HEAT_SECONDS)
-    for case in suite.cases:
-        yield measure(case, suite, [*ours(case, gpu, impls), *theirs(peers)], gpu, rounds, SUBJECT)
-
-
 def choose(names: str) -> tuple[str, ...]:
     """Our implementations by a comma-separated list of their names."""
-    wanted = tuple(name.strip() for name in names.split(","))
-    known = [impl.name for impl in IMPLS]
-    for name in wanted:
-        if name not in known:
-            raise ValueError(f"impls={name!r} is not one of {', '.join(map(repr, known))}")
-    return wanted
+    return runner.named(names, [impl.name for impl in IMPLS])
 
 
 def ours(case: Case, gpu: Gpu | None, impls: Sequence[str] | None = None) -> list[Contestant]:
@@ -62,12 +37,8 @@ def ours(case: Case, gpu: Gpu | None, impls: Sequence[str] | None = None) -> lis
 def launch_costs(device: str, impls: Sequence[str] | None = None) -> dict[str, float]:
     """CPU microseconds of one eager layer, at a size that costs the device next to nothing."""
     case = next(case for case in cases("layer", device=device, quick=device == "cpu") if "qwen3" in case.name)
-    args, kwargs = SUBJECT.inputs(case, device)
-    costs = {}
-    for contestant in ours(case, detect() if device == "cuda" else None, impls):
-        call = contestant.prepare(case, args, kwargs)
-        costs[contestant.name] = round(timing.launch_cost(call.run, device=device, calls=30), 2)
-    return costs
+    mine = ours(case, detect() if device == "cuda" else None, impls)
+    return runner.costs(case, mine, SUBJECT, device, calls=30)
 
 
 def _our_call(case: Case, args: tuple[Any, ...], kwargs: dict[str, Any], *, impl: str) -> timing.Call:
@@ -169,3 +140,4 @@ SUBJECT = Subject(
     inputs=lambda case, device: (inputs(case, device=device), {}), oracle=oracle, plain=plain, error=error,
     params=params,
 )  # fmt: skip
+run = partial(runner.run, contestants=ours, subject=SUBJECT)

@@ -62,15 +62,21 @@ def attention() -> Subject:
     )
 
 
+# Those of ours that take part in a case, on a GPU or none: the ones named, or by default the best.
+Ours = Callable[[Any, "Gpu | None", "Sequence[str] | None"], "list[Contestant]"]
+
+
 def run(
-    suite: Suite, peers: Sequence[Peer], *, impls: Sequence[str] | None = None, rounds: int = 5
-) -> Iterator[list[Row]]:
-    """Measures one case after the other and yields its rows."""
+    suite: Suite, peers: Sequence[Peer], *, impls: Sequence[str] | None = None, rounds: int = 5,
+    contestants: Ours | None = None, subject: Subject | None = None,
+) -> Iterator[list[Row]]:  # fmt: skip
+    """Measures one case after the other and yields its rows. Attention's, unless the last two are another op's."""
     gpu = detect() if suite.device == "cuda" else None
     if gpu:
         timing.heat(HEAT_SECONDS)
     for case in suite.cases:
-        yield measure(case, suite, [*ours(case, gpu, impls), *theirs(peers)], gpu, rounds)
+        mine = (contestants or ours)(case, gpu, impls)
+        yield measure(case, suite, [*mine, *theirs(peers)], gpu, rounds, subject)
 
 
 def choose(names: str) -> tuple[str, ...]:
@@ -79,8 +85,12 @@ def choose(names: str) -> tuple[str, ...]:
     >>> choose("triton, torch")
     ('triton', 'torch')
     """
+    return named(names, [*(impl.name for impl in IMPLS), STANDARD])
+
+
+def named(names: str, known: Sequence[str]) -> tuple[str, ...]:
+    """The names of a comma-separated list, all of which must be known."""
     wanted = tuple(name.strip() for name in names.split(","))
-    known = [*(impl.name for impl in IMPLS), STANDARD]
     for name in wanted:
         if name not in known:
             raise ValueError(f"impls={name!r} is not one of {', '.join(map(repr, known))}")
@@ -123,14 +133,21 @@ def launch_costs(device: str, impls: Sequence[str] | None = None) -> dict[str, f
         batch=1, seq_q=64, seq_k=64, heads=1, kv_heads=1, head_dim=64, causal=True, dtype=dtype, device=device
     )
     case = Case("launch", problem)
-    args, kwargs = inputs(case, device=device)
     gpu = detect() if device == "cuda" else None
-    costs = {}
-    for contestant in ours(case, gpu, impls):
+    return costs(case, ours(case, gpu, impls), attention(), device)
+
+
+def costs(
+    case: Any, contestants: Sequence[Contestant], subject: Subject, device: str, calls: int = 100
+) -> dict[str, float]:
+    """CPU microseconds of one eager call of each."""
+    args, kwargs = subject.inputs(case, device)
+    found = {}
+    for contestant in contestants:
         call = contestant.prepare(case, args, kwargs)
         with call.scope():
-            costs[contestant.name] = round(timing.launch_cost(call.run, device=device), 2)
-    return costs
+            found[contestant.name] = round(timing.launch_cost(call.run, device=device, calls=calls), 2)
+    return found
 
 
 def measure(

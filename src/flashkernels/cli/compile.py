@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from flashkernels.aot.work import Work
 
 
 def compile(
@@ -46,7 +49,7 @@ def compile(
     _build(works, _words(gpu), out, jobs)
 
 
-def _build(works: list, gpus: list[str], out: Path, jobs: int) -> None:  # type: ignore[type-arg]
+def _build(works: list[Work], gpus: list[str], out: Path, jobs: int) -> None:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

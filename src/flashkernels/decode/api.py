@@ -87,7 +87,10 @@ def decode(
         raise ValueError(f"q has {q.shape[1]} tokens of each sequence; decode takes 1 to {MOST_TOKENS}")
     settings = (q.shape[1] if isinstance(q, Tensor) and q.dim() == 4 else 0, causal, softmax_scale, window, softcap)
     out, lse = run(call, *settings, return_lse, batch_invariant, check, impl)
-    return (out, lse) if return_lse else out
+    if not return_lse:
+        return out
+    assert lse is not None  # it was asked for
+    return out, lse
 
 
 def attention_paged(
@@ -123,7 +126,10 @@ def attention_paged(
     call = Call(q, cache, None, alibi_slopes, sinks, cu_seqlens_q)
     settings = (max_seqlen_q, causal, softmax_scale, window, softcap)
     out, lse = run(call, *settings, return_lse, batch_invariant, check, impl)
-    return (out, lse) if return_lse else out
+    if not return_lse:
+        return out
+    assert lse is not None  # it was asked for
+    return out, lse
 
 
 def problem_of(q: Tensor, cache: PagedCache, **arguments: Any) -> DecodeProblem:
@@ -148,7 +154,7 @@ def _signature(x: Tensor | None) -> tuple[Any, ...] | None:
 def run(
     call: Call, tokens: int, causal: bool, softmax_scale: float | None, window: tuple[int, int], softcap: float,
     need_lse: bool, batch_invariant: bool, check: bool, impl: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Straight to the kernel where nothing watches; through the registered op under compile and modes."""
     if isinstance(window, list):
         window = tuple(window)
@@ -160,7 +166,7 @@ def run(
     watched = (q, cache.k, cache.lengths, call.tree_mask, call.alibi_slopes, call.sinks)
     if isinstance(window, tuple) and unwatched(watched):
         settings = (tokens, causal, softmax_scale, window, softcap, need_lse, batch_invariant, impl)
-        return _launched(call, *settings)  # type: ignore[return-value]
+        return _launched(call, *settings)
     described(call, tokens, causal, softmax_scale, window, softcap)  # the same errors as eager
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, call.alibi_slopes, call.sinks)):
         raise UnsupportedError("q: there are no gradients through a cache: call it under torch.no_grad()")

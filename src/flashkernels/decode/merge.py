@@ -86,6 +86,7 @@ def cascade_decode(
     together = Call(q.reshape(1, batch * tokens, heads, q.shape[3]), prefix)
     settings = (batch * tokens, False, softmax_scale, (-1, -1), softcap, True, batch_invariant, check, impl)
     shared, shared_lse = run(together, *settings)
+    assert shared_lse is not None  # it was asked for
     out, lse = merge_states(
         (shared.view(own.shape), own),
         (shared_lse.view(heads, batch, tokens).transpose(0, 1), own_lse), sinks=sinks,

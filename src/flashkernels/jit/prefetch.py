@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class Prefetcher:
         self.loader, self.device, self.depth = loader, named, depth
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]
+        return len(cast(Sized, self.loader))
 
     def __iter__(self) -> Iterator[Any]:
         side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None

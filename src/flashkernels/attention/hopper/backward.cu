@@ -101,13 +101,7 @@ struct Producer {
       }
       t = __shfl_sync(~0u, t, 0);
     }
-    if (lane == 0) {  // the last block leaves the counters as it found them
-      __threadfence();
-      if (atomicAdd(p.counters + 1, 1) == (int)gridDim.x - 1) {
-        p.counters[0] = p.counters[1] = 0;
-        __threadfence();
-      }
-    }
+    if (lane == 0) leave_counters(p, gridDim.x);
   }
 
   DEVICE void load_keys(const Work& w, int batch) {

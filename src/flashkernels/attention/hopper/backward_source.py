@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 
 HEADERS = (
-    "prelude", "mbarrier", "tma", "wgmma", "backward_params", "backward_schedule", "backward_rows", "backward_tile",
-    "backward_split", "backward_pair", "backward_dq",
+    "prelude", "mbarrier", "tma", "wgmma", "backward_params", "work", "backward_schedule", "backward_rows",
+    "backward_tile", "backward_split", "backward_pair", "backward_dq",
 )  # fmt: skip
 BLOCK = 64  # queries of a block
 THREADS = 384

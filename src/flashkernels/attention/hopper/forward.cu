@@ -112,13 +112,7 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int lane) {
     load_v(w, tile);
     t = __shfl_sync(~0u, t, 0);
   }
-  if (rank == 0 && leader) {  // the last block leaves the counters as it found them
-    __threadfence();
-    if (atomicAdd(p.counters + 1, 1) == (int)gridDim.x / CLUSTER - 1) {
-      p.counters[0] = p.counters[1] = 0;
-      __threadfence();
-    }
-  }
+  if (rank == 0 && leader) leave_counters(p, (int)gridDim.x / CLUSTER);
 }
 
 struct Consumer {

@@ -1,27 +1,8 @@
-// Which tile a block works on next, and which keys that tile has to look at.
+// Which tile a block works on next, and which keys that tile has to look at. A tile is BLOCK_Q queries of one (pack of)
+// head(s) for each block of a cluster.
 #pragma once
-#include "mbarrier.cuh"
 #include "params.cuh"
-
-// One tile: BLOCK_Q queries of one (pack of) head(s) for each block of a cluster. `id` < 0: there is none left.
-struct Work {
-  int block, head, batch, id;
-  int q_row, seq_q, k_row, seq_k;  // of its sequence
-};
-
-DEVICE int total_tiles(const Params& p) { return VARLEN ? p.order[p.batch] : p.tiles; }
-
-// Largest i with starts[i] <= t, found by a whole warp: 32 probes at a time.
-DEVICE int last_not_after(const int* starts, int count, int t, int lane) {
-  int low = 0;
-  for (int width = count; width > 1;) {
-    const int step = ceil_div(width, 32), at = low + lane * step;
-    const u32 hits = __ballot_sync(~0u, at < min(low + width, count) && starts[at] <= t);
-    low += (31 - __clz(hits | 1)) * step;
-    width = min(step, count - low);
-  }
-  return low;
-}
+#include "work.cuh"
 
 // Tile t. Heavy tiles come first, so that no block is left with a long one at the end; heads are taken in sections
 // whose keys and values fit the L2 together. All lanes of a warp call this together.
@@ -81,53 +62,6 @@ DEVICE Keys keys_of(const Params& p, const Work& w, int query, int count) {
   first = max(0, min(first, all - 1));
   return {first, none ? first + 1 : end, none};
 }
-
-// The producer hands tiles to the consumers through two slots in shared memory.
-struct Mailbox {
-  u32 smem;
-  mbarrier::Ring<2> slot;
-
-  DEVICE Mailbox(u32 smem, u32 phase) : smem(smem), slot(phase) {}
-  DEVICE u32 at() { return smem + WORK_AT + 32 * slot.stage; }
-  DEVICE u32 full() { return smem + WORK_FULL + 8 * slot.stage; }
-  DEVICE u32 empty() { return smem + WORK_EMPTY + 8 * slot.stage; }
-
-  DEVICE void put(const Work& w, int lane) {
-    mbarrier::wait(empty(), slot.phase);
-    if (lane < CLUSTER) {
-      const u32 to = CLUSTER == 1 ? at() : mbarrier::address_in(at(), lane);
-      asm volatile("st.shared::cluster.v4.s32 [%0], {%1, %2, %3, %4};"
-                   ::"r"(to), "r"(w.block), "r"(w.head), "r"(w.batch), "r"(w.id) : "memory");
-      if (VARLEN)
-        asm volatile("st.shared::cluster.v4.s32 [%0], {%1, %2, %3, %4};"
-                     ::"r"(to + 16), "r"(w.q_row), "r"(w.seq_q), "r"(w.k_row), "r"(w.seq_k) : "memory");
-      if (CLUSTER == 1) mbarrier::arrive(full());
-      else mbarrier::arrive_after_writes_in(full(), lane);
-    }
-    slot.advance();
-  }
-
-  DEVICE Work get(const Params& p, int lane) {
-    Work w;
-    if (CLUSTER == 1) mbarrier::wait(full(), slot.phase);
-    else mbarrier::wait_for_cluster(full(), slot.phase);
-    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(w.block), "=r"(w.head), "=r"(w.batch), "=r"(w.id) : "r"(at()) : "memory");
-    w.q_row = w.k_row = 0;
-    w.seq_q = p.seq_q;
-    w.seq_k = p.seq_k;
-    if (VARLEN)
-      asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(w.q_row), "=r"(w.seq_q), "=r"(w.k_row), "=r"(w.seq_k) : "r"(at() + 16) : "memory");
-    __syncwarp();
-    if (lane == 0) {
-      if (CLUSTER == 1) mbarrier::arrive(empty());
-      else mbarrier::arrive_in(empty(), 0);
-    }
-    slot.advance();
-    return w;
-  }
-};
 
 // Ragged batches: the order of the sequences, by length, made on the device so that the host never waits for it.
 // One thread a sequence; `order` becomes [first tile of the r-th longest, ..., all tiles, the r-th longest, ...].

@@ -94,13 +94,7 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int share, int lane) {
     }
     t = __shfl_sync(~0u, t, 0);
   }
-  if (draws && leader) {  // the last block leaves the counters as it found them
-    __threadfence();
-    if (atomicAdd(p.counters + 1, 1) == (int)gridDim.x / CLUSTER - 1) {
-      p.counters[0] = p.counters[1] = 0;
-      __threadfence();
-    }
-  }
+  if (draws && leader) leave_counters(p, (int)gridDim.x / CLUSTER);
 }
 
 struct Consumer {
