@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from flashkernels.tiling import TilingError as TilingError, use_tile as use_tile
 
 if TYPE_CHECKING:  # packages with public names of their own
-    from flashkernels import kvcache as kvcache, moe as moe
+    from flashkernels import fused as fused, kvcache as kvcache, moe as moe
 
 __version__ = "0.1.0"
 
@@ -75,7 +75,7 @@ _MODULES = {
     "warmup": "flashkernels.aot.warm",
 }
 __all__ = list(_MODULES)
-_PACKAGES = ("kvcache", "moe")  # fk.moe.route and others
+_PACKAGES = ("fused", "kvcache", "moe")  # fk.moe.route and others
 
 
 def __getattr__(name: str) -> Any:

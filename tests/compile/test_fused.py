@@ -94,6 +94,27 @@ def test_norm_backward(width: int, centred: bool, gpu: str) -> None:
 
 
 @each_gpu
+@pytest.mark.parametrize("width", [64, 8192, 32768])
+@pytest.mark.parametrize("centred", [False, True], ids=["rms", "layer"])
+def test_norm_backward_without_a_weight(width: int, centred: bool, gpu: str) -> None:
+    """With nothing to sum, and of a centred one with a bias alone."""
+    block = blocks(width, norm.WIDEST_BACKWARD)
+    pointers = dict.fromkeys(("dy_ptr", "x_ptr", "dx_ptr"), "bf16") | {"rstd_ptr": "fp32"}
+    pointers |= {"mean_ptr": "fp32"} if centred else {}
+    flags = {"CENTRED": centred, "ROUNDED": False}
+    assert_lean(compiled(norm.backward_kernel, gpu, pointers, block.constants | flags, block.warps), block)
+    if centred:
+        sums = {"dbias_ptr": "fp32"}
+        if block.whole:
+            found = compiled(norm.backward_kernel, gpu, pointers | sums, block.constants | flags, block.warps)
+        else:
+            del pointers["dx_ptr"]
+            block = norm.COLUMNS
+            found = compiled(norm.column_kernel, gpu, pointers | sums, block.sizes | flags, block.warps)
+        assert_lean(found, block)
+
+
+@each_gpu
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
 def test_activation(kind: str, gpu: str) -> None:
     block = pieces(11008)

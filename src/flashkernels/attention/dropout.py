@@ -14,11 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashkernels.fused.philox import LOW, philox
+
 SQUARE = 16  # queries and keys whose bit 3 says which word is theirs
-LOW = 0xFFFFFFFF
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-STEPS = (0x9E3779B9, 0xBB67AE85)
-ROUNDS = 10
 
 
 def threshold(p: float) -> int:
@@ -67,21 +65,3 @@ def kept(seed: Tensor, p: float, batches: range, heads: int, rows: range, keys: 
     stay = stay.permute(0, 1, 2, 6, 3, 4, 7, 5).flatten(5, 7).flatten(2, 4)
     skipped = rows.start - first * SQUARE
     return stay[:, :, skipped : skipped + len(rows), :keys]
-
-
-def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox 4x32-10: four words from four words and a key of two, all held in int64."""
-    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
-    k0, k1 = key
-    for _ in range(ROUNDS):
-        high0, low0 = _product(c0, MULTIPLIERS[0])
-        high1, low1 = _product(c2, MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = k0 + STEPS[0] & LOW, k1 + STEPS[1] & LOW
-    return c0, c1, c2, c3
-
-
-def _product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """The high and low word of a product of two words. int64 has no room for it: 16 bits of b at a time."""
-    upper, lower = a * (b >> 16), a * (b & 0xFFFF)  # below 2^48
-    return upper + (lower >> 16) >> 16, ((upper & 0xFFFF) << 16) + lower & LOW

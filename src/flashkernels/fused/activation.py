@@ -35,7 +35,7 @@ IMPLS = (
 class Activation(NamedTuple):
     """What a call asks for: f(x), or f(gate) * up where x is both of them, packed."""
 
-    kind: str  # "silu", "gelu", "gelu_tanh" or "relu2"
+    kind: str  # "silu", "gelu", "gelu_tanh", "relu" or "relu2"
     packed: bool
     impl: str
 
@@ -92,7 +92,7 @@ def gelu(x: Tensor, *, approximate: str = "none", impl: str = "auto") -> Tensor:
 
 def _call(name: str, x: Tensor, call: Activation) -> Tensor:
     if unwatched((x,)):
-        return _forward((x,), call)
+        return forward((x,), call)
     _check(name, x, call.packed)  # the same errors as eager
     return activation_op(x, *call)
 
@@ -116,7 +116,7 @@ def _plan_backward(tensors: tuple[Any, ...], call: Any) -> Run:
     return select(IMPLS, problem, gpu, call.impl).load().backward_plan(problem, gpu, tensors, call)
 
 
-_forward, _backward = Plans(_plan), Plans(_plan_backward)
+forward, _backward = Plans(_plan), Plans(_plan_backward)
 
 
 def empty(x: Tensor, packed: bool) -> Tensor:
@@ -131,9 +131,9 @@ def forward_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...],
     def run(x: Tensor) -> Tensor:
         wide = _wide(x)
         if not call.packed:
-            return empty(x, False).copy_(_activated(wide, call.kind)[0])
+            return empty(x, False).copy_(activated(wide, call.kind)[0])
         gate, up = wide.chunk(2, -1)
-        return empty(x, True).copy_(_activated(gate, call.kind)[0] * up)
+        return empty(x, True).copy_(activated(gate, call.kind)[0] * up)
 
     return run
 
@@ -142,9 +142,9 @@ def backward_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...]
     def run(grad: Tensor, x: Tensor) -> Tensor:
         wide, dy = _wide(x), _wide(grad)
         if not call.packed:
-            return x.new_empty(x.shape).copy_(dy * _activated(wide, call.kind)[1])
+            return x.new_empty(x.shape).copy_(dy * activated(wide, call.kind)[1])
         gate, up = wide.chunk(2, -1)
-        value, slope = _activated(gate, call.kind)
+        value, slope = activated(gate, call.kind)
         return x.new_empty(x.shape).copy_(torch.cat((dy * up * slope, dy * value), -1))
 
     return run
@@ -154,11 +154,13 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _activated(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+def activated(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """f(x) and its slope."""
     if kind == "silu":
         part = torch.sigmoid(x)
         return x * part, part * (1 + x.clamp(-700, 700) * torch.sigmoid(-x))
+    if kind == "relu":
+        return torch.relu(x), (~(x <= 0)).to(x.dtype)
     if kind == "relu2":
         positive = torch.relu(x)
         return positive * positive, 2 * positive
@@ -177,7 +179,7 @@ def _activated(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("flashkernels::activation", mutates_args=())
 def activation_op(x: Tensor, kind: str, packed: bool, impl: str) -> Tensor:
-    return _forward((x,), Activation(kind, packed, impl))
+    return forward((x,), Activation(kind, packed, impl))
 
 
 @activation_op.register_fake

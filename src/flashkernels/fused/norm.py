@@ -113,7 +113,7 @@ def _call(
     small = quantise or ""
     tensors = (x, weight, bias, residual)
     if unwatched(tensors):
-        found = _forward(tensors, Norm(centred, eps, numerics == "hf", small, False, impl))
+        found = forward(tensors, Norm(centred, eps, numerics == "hf", small, False, impl))
     else:
         _check(x, weight, bias, residual, eps)  # the same errors as eager
         found = norm_op(x, weight, bias, residual, centred, eps, numerics == "hf", small, impl)
@@ -125,21 +125,30 @@ def _call(
 
 def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float) -> None:
     check_rows("x", x)
+    check_eps(eps)
+    for name, y in (("weight", weight), ("bias", bias)):
+        check_vector(name, y, x)
+    if residual is not None:
+        check_like("residual", residual, x)
+
+
+def check_eps(eps: float) -> None:
     check_number("eps", eps)
     if eps < 0:
         raise ValueError(f"eps={eps} must not be negative")
-    for name, y in (("weight", weight), ("bias", bias)):
-        if y is None:
-            continue
-        check_rows(name, y)
-        if y.dim() != 1 or y.shape[0] != x.shape[-1]:
-            raise ValueError(f"{name} has shape {tuple(y.shape)}; expected ({x.shape[-1]},), the last size of x")
-        if (y.dtype == torch.float64) != (x.dtype == torch.float64):
-            raise TypeError(f"{name}.dtype={y.dtype} with x.dtype={x.dtype}: torch.float64 goes with itself only")
-        if y.device != x.device:
-            raise ValueError(f"{name}.device={y.device} differs from x.device={x.device}")
-    if residual is not None:
-        check_like("residual", residual, x)
+
+
+def check_vector(name: str, y: Tensor | None, x: Tensor) -> None:
+    """y is None, or a vector as long as the rows of x."""
+    if y is None:
+        return
+    check_rows(name, y)
+    if y.dim() != 1 or y.shape[0] != x.shape[-1]:
+        raise ValueError(f"{name} has shape {tuple(y.shape)}; expected ({x.shape[-1]},), the last size of x")
+    if (y.dtype == torch.float64) != (x.dtype == torch.float64):
+        raise TypeError(f"{name}.dtype={y.dtype} with x.dtype={x.dtype}: torch.float64 goes with itself only")
+    if y.device != x.device:
+        raise ValueError(f"{name}.device={y.device} differs from x.device={x.device}")
 
 
 def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
@@ -159,7 +168,7 @@ def _plan_backward(tensors: tuple[Any, ...], call: Any) -> Run:
     return select(IMPLS, problem, gpu, call.impl).load().backward_plan(problem, gpu, tensors, call)
 
 
-_forward, _backward = Plans(_plan), Plans(_plan_backward)
+forward, _backward = Plans(_plan), Plans(_plan_backward)
 
 
 def empty(call: Norm, x: Tensor, residual: Tensor | None) -> Normed:
@@ -246,7 +255,7 @@ def norm_op(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, centred: bool, eps: float,
     rounded: bool, quantise: str, impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return tuple(_forward((x, weight, bias, residual), Norm(centred, eps, rounded, quantise, True, impl)))
+    return tuple(forward((x, weight, bias, residual), Norm(centred, eps, rounded, quantise, True, impl)))
 
 
 @norm_op.register_fake

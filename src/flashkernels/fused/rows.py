@@ -117,18 +117,23 @@ class Plans:
         self.known: dict[Any, Run] = {}
 
     def __call__(self, tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Any:
+        return self.find(tensors, settings)(*tensors)
+
+    def find(self, tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
+        """What a call with these would run."""
         # Alignment matters to vector loads. 1, 1.0 and True are equal, but not equally valid.
-        key = (tuple([None if x is None else _signature(x) for x in tensors]), settings, tuple(map(type, settings)))
+        key = (tuple([None if x is None else signature(x) for x in tensors]), settings, tuple(map(type, settings)))
         run = self.known.get(key)
         if run is None:
             run = self.make(tensors, settings)
             if len(self.known) >= MOST_PLANS:
                 self.known.clear()
             self.known[key] = run
-        return run(*tensors)
+        return run
 
 
-def _signature(x: Tensor) -> tuple[Any, ...]:
+def signature(x: Tensor) -> tuple[Any, ...]:
+    """What a prepared launch depends on."""
     return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
 
 

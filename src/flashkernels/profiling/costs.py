@@ -353,6 +353,7 @@ OURS: dict[str, tuple[str, Callable[[dict[str, Any]], Cost]]] = {  # the module 
     "norm_backward": ("fused.norm", _row("x", lambda a: 3 if a["grad_total"] is None else 4, 2 * NORM_FLOPS)),
     "softmax": ("fused.softmax", _row("x", lambda a: 2, SOFTMAX_FLOPS)),
     "activation": ("fused.activation", _row("x", lambda a: 1.5 if a["packed"] else 2, 4)),
+    "sample": ("fused.sampling", _row("logits", lambda a: 1, SOFTMAX_FLOPS)),
     "rope": ("fused.rope", _rope),
     "rope_inplace": ("fused.rope", _rope),
     "moe_gemm": ("moe.gemm", _moe_gemm),

@@ -26,8 +26,10 @@ def activated(x, KIND: tl.constexpr):
     """f(x) in fp32."""
     if KIND == "silu":
         y = x / (1 + tl.exp(-x))
+    elif KIND == "relu":
+        y = tl.where(x < 0, 0.0, x)  # NaN stays
     elif KIND == "relu2":
-        y = tl.where(x < 0, 0.0, x * x)  # NaN stays
+        y = tl.where(x < 0, 0.0, x * x)
     elif KIND == "gelu":
         y = 0.5 * x * (1 + tl.erf(x * ROOT_HALF))
     else:
@@ -56,6 +58,8 @@ def slope(x, KIND: tl.constexpr):
     if KIND == "silu":
         part, other = sigmoids(x)
         y = part * (1 + kept(x, 87.0) * other)
+    elif KIND == "relu":
+        y = tl.where(x <= 0, 0.0, 1.0)
     elif KIND == "relu2":
         y = tl.where(x < 0, 0.0, 2 * x)
     else:

@@ -165,9 +165,10 @@ def load_normed(x_rows, cols, inside, mean, rstd):
 def load_product(dy_rows, weight_ptr, cols, width, inside):
     """dy, and dy times the weight, in fp32, 0 outside."""
     dy = tl.load(dy_rows + cols[None, :], mask=inside, other=0.0).to(tl.float32)
-    if weight_ptr is None:
-        return dy, dy
-    return dy, dy * tl.load(weight_ptr + cols, mask=cols < width, other=0.0).to(tl.float32)[None, :]
+    product = dy
+    if weight_ptr is not None:  # an early return would not keep Triton from compiling what follows it
+        product *= tl.load(weight_ptr + cols, mask=cols < width, other=0.0).to(tl.float32)[None, :]
+    return dy, product
 
 
 @triton.jit(do_not_specialize=["rows", "programs"])

@@ -1,0 +1,48 @@
+"""A linear layer in steps: torch's own product (cuBLAS on a GPU), and row-wise kernels for what surrounds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashkernels.fused.activation import Activation, forward as activate
+from flashkernels.fused.linear import Linear, Product, as_matrix, forward as multiply, packed
+from flashkernels.fused.norm import Norm, accumulator, forward as normalise
+from flashkernels.fused.problem import LinearProblem
+from flashkernels.fused.rows import Run, nothing
+from flashkernels.hardware import Gpu
+
+
+def forward_plan(problem: LinearProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Linear) -> Run:
+    return _apart(call) if problem.normed else _product(problem, call)
+
+
+def _product(problem: LinearProblem, call: Linear) -> Run:
+    """`matmul`: the product with its bias, then the activation."""
+    after = Activation(problem.kind, problem.gated, "auto")
+
+    def run(x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None) -> Product:
+        rows = as_matrix(x)
+        y = rows @ weight.T if bias is None else torch.addmm(bias, rows, weight.T)
+        y = packed(y, call).view(*x.shape[:-1], weight.shape[0])
+        none = x.new_empty(0, dtype=accumulator(x))
+        if not call.activation:
+            return Product(y, nothing(x), none)
+        return Product(activate((y,), after), y if call.saved else nothing(x), none)
+
+    return run
+
+
+def _apart(call: Linear) -> Run:
+    """`apart`: the norm, then a linear layer, however it is served."""
+    before = Norm(False, call.eps, call.rounded, "", call.saved, "auto")
+    after = call._replace(normed=False, eps=0.0, rounded=False, impl="auto")
+
+    def run(x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None) -> Product:
+        normed = normalise((x, norm_weight, None, None), before)
+        found = multiply((normed.out, None, weight, bias), after)
+        return Product(found[0], found[1], normed.rstd)
+
+    return run

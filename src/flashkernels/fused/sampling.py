@@ -1,0 +1,364 @@
+"""Drawing tokens from logits: penalties, temperature, top-k, top-p and min-p, without sorting the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashkernels.dispatch import Impl, leaves_the_cpu, select
+from flashkernels.fused.draws import MOST_TOKENS, draw
+from flashkernels.fused.rows import DTYPES, Plans, RowProblem, Run, check_number, gpu_of, needs_triton, row_problem
+from flashkernels.hardware import Gpu
+from flashkernels.jit.eager import unwatched
+
+GREEDY_BELOW = 1e-5  # temperatures
+MOST_NUMBER = 3e38  # what +inf counts as: sums and differences stay numbers
+MOST_TOP_N = 256
+CAPACITIES = (64, 1024)  # candidates that a program sorts: at least, at most
+ALLOWED = tuple(dtype for dtype in DTYPES if dtype != torch.float64)
+INTEGERS = (torch.int32, torch.int64)
+
+# Best first. "auto" takes the first row that does not reject the problem. `torch` is in this file.
+IMPLS = (
+    Impl("triton", "flashkernels.fused.triton.sampling", rejects=needs_triton, defers=leaves_the_cpu),
+    Impl("torch", "flashkernels.fused.sampling"),
+)
+
+
+class Sampled(NamedTuple):
+    """One token for each row."""
+
+    ids: Tensor  # (B,) int64
+    logprobs: Tensor  # (B,) fp32
+    top_ids: Tensor  # (B, top_n) int64, best first
+    top_logprobs: Tensor  # (B, top_n) fp32
+
+    @staticmethod
+    def empty(logits: Tensor, top_n: int) -> Sampled:
+        """To be filled."""
+        rows, device = logits.shape[0], logits.device
+        return Sampled(
+            torch.empty(rows, dtype=torch.int64, device=device),
+            torch.empty(rows, dtype=torch.float32, device=device),
+            torch.empty((rows, top_n), dtype=torch.int64, device=device),
+            torch.empty((rows, top_n), dtype=torch.float32, device=device),
+        )
+
+
+class Sample(NamedTuple):
+    """What a call asks for, beside its tensors and numbers."""
+
+    top_n: int
+    capacity: int  # candidates that a kernel has room for
+    impl: str
+
+
+class Numbers(NamedTuple):
+    """What all rows have, where there is no tensor with one for each."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition: float
+    presence: float
+    frequency: float
+    seed: int
+    offset: int
+
+    def cut_nothing(self, width: int) -> bool:
+        """Whether every token stays, by these numbers."""
+        uncut = self.top_k in (0, width) or self.top_k > width
+        return uncut and self.temperature >= GREEDY_BELOW and self.top_p >= 1 and self.min_p <= 0
+
+
+def sample(
+    logits: Tensor, *, temperature: float | Tensor = 1.0, top_k: int | Tensor = 0, top_p: float | Tensor = 1.0,
+    min_p: float | Tensor = 0.0, repetition_penalty: float | Tensor = 1.0, presence_penalty: float | Tensor = 0.0,
+    frequency_penalty: float | Tensor = 0.0, previous: Tensor | None = None, counts: Tensor | None = None,
+    seeds: int | Tensor | None = None, offsets: int | Tensor = 0, top_n: int = 0, impl: str = "auto",
+) -> Sampled:  # fmt: skip
+    """Draws one token for each row of logits.
+
+    In this order, in fp32: penalties, temperature, top-k, top-p, min-p, and a draw from what stays. Each cut is of the
+    distribution that the cut before it left, renormalised. Equal tokens stay or go by their id, lower ones first.
+
+    Every setting is a number, or a tensor (B,) on the device of the logits: fp32, and int32 or int64 for top_k, seeds
+    and offsets. Tensors are not checked (that would wait for the device): what is out of range counts as the nearest
+    number that is not.
+
+    Args:
+        logits: (B, V), fp16, bf16 or fp32, with V up to 1048576. -inf is never drawn; NaN counts as -inf, and +inf as
+            3e38.
+        temperature: logits are multiplied by its inverse. Below 1e-5 the row is greedy: its largest token is taken, and
+            the temperature is 1.
+        top_k: the k largest tokens stay. 0, a negative number, and V or more cut nothing.
+        top_p: the fewest largest tokens stay that together have at least this share of what top_k left; one at least.
+        min_p: tokens stay that are at least this times as probable as the most probable one.
+        repetition_penalty: logits of previous tokens are divided by it where positive, multiplied where not.
+        presence_penalty, frequency_penalty: are subtracted from those, once and as often as the token is there.
+        previous: (B, L) int32 or int64, the tokens that penalties are for; ids out of range, such as -1, are padding. A
+            launch is prepared for each L: one that stays is best.
+        counts: (B, V) int16 or int32, how often tokens were there: instead of `previous`, where someone counts anyway.
+        seeds: a token is drawn by its row's seed and offset alone, whatever else is in the batch. A number n is
+            n, n + 1, ... for the rows. None draws seeds from torch's generator of the device.
+        offsets: of the draws of one seed, which one this is: the position of the token, for example.
+        top_n: that many best tokens are returned too, up to 256.
+        impl: "auto", or the name of the one implementation that must serve.
+
+    Returns:
+        ids, int64; the logarithm of their probability after penalties and temperature, before any cut; top_ids and
+        top_logprobs, the same of the best tokens. A row without any number above -inf has id 0 and a log-probability of
+        NaN. There are no gradients.
+
+    >>> import torch, flashkernels as fk
+    >>> logits = torch.tensor([[1.0, 3.0, 2.0], [0.0, 0.0, 9.0]])
+    >>> found = fk.fused.sample(logits, temperature=0.0, top_n=2)
+    >>> found.ids, found.top_ids
+    (tensor([1, 2]), tensor([[1, 2],
+            [2, 0]]))
+    >>> fk.fused.sample(logits, top_k=2, top_p=0.9, temperature=torch.tensor([0.5, 1.0]), seeds=7).ids.shape
+    torch.Size([2])
+    """
+    _check_logits(logits)
+    given = (temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty)
+    settings = tuple(x if isinstance(x, Tensor) else None for x in given)
+    if seeds is None:
+        seeds = torch.randint(2**63 - 1, (logits.shape[0],), dtype=torch.int64, device=logits.device)
+    seed_rows = seeds if isinstance(seeds, Tensor) else None
+    offset_rows = offsets if isinstance(offsets, Tensor) else None
+    numbers = _numbers(given, seeds, offsets)
+    _check_top_n(top_n, logits.shape[1])
+    call = Sample(top_n, _capacity(numbers, settings, top_n), impl)
+    tensors: tuple[Any, ...] = (logits, previous, counts, seed_rows, offset_rows, *settings)
+    if unwatched(tensors):
+        return _forward(tensors, call)(numbers)
+    _check(*tensors)  # the same errors as eager
+    floats = [float(x) for x in (*numbers[:1], *numbers[2:7])]
+    return Sampled(
+        *sample_op(
+            logits, previous, counts, seed_rows, offset_rows, list(settings), floats, numbers.top_k, numbers.seed,
+            numbers.offset, *call,
+        )
+    )  # fmt: skip
+
+
+NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+RANGES = {"temperature": (0.0, None), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
+
+
+def _numbers(given: tuple[Any, ...], seeds: int | Tensor, offsets: int | Tensor) -> Numbers:
+    """The settings that are numbers, checked; a tensor's is one that changes nothing."""
+    found: list[float] = []
+    for name, value in zip(NAMES, given, strict=True):
+        if isinstance(value, Tensor):
+            found.append(1 if name in ("temperature", "top_p", "repetition_penalty") else 0)
+            continue
+        check_number(name, value)
+        low, high = RANGES.get(name, (None, None))
+        if (low is not None and value < low) or (high is not None and value > high):
+            raise ValueError(f"{name}={value} must be {f'from {low} to {high}' if high else f'at least {low}'}")
+        if name == "repetition_penalty" and value <= 0:
+            raise ValueError(f"repetition_penalty={value} must be above 0")
+        found.append(value)
+    k = given[1]
+    if not isinstance(k, (int, torch.SymInt, Tensor)):
+        raise TypeError(f"top_k={k!r} must be a whole number or a tensor, got {type(k).__name__}")
+    for name, value in (("seeds", seeds), ("offsets", offsets)):
+        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, Tensor)):
+            raise TypeError(f"{name}={value!r} must be a whole number or a tensor, got {type(value).__name__}")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"{name}={value} does not fit 64 bits")
+    heat, _, share, least, repetition, presence, frequency = (float(x) for x in found)
+    chosen = 0 if isinstance(k, Tensor) else int(min(max(k, 0), MOST_TOKENS))
+    seed, offset = (0 if isinstance(x, Tensor) else x for x in (seeds, offsets))
+    return Numbers(heat, chosen, share, least, repetition, presence, frequency, seed, offset)
+
+
+def _capacity(numbers: Numbers, settings: tuple[Tensor | None, ...], top_n: int) -> int:
+    """Room for four times the candidates that are wanted, a power of two; the most where a tensor has their number."""
+    low, high = CAPACITIES
+    wanted = numbers.top_k
+    if settings[0] is None and numbers.temperature < GREEDY_BELOW:
+        wanted = 1
+    elif settings[1] is not None or wanted == 0:
+        wanted = high
+    return min(high, max(low, 1 << (4 * max(wanted, top_n) - 1).bit_length()))
+
+
+# --- checks
+
+
+def _check_logits(logits: Tensor) -> None:
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"logits must be a torch.Tensor, got {type(logits).__name__}")
+    if logits.dtype not in ALLOWED:
+        raise TypeError(f"logits.dtype={logits.dtype} is not supported; allowed: {', '.join(map(str, ALLOWED))}")
+    if logits.dim() != 2:
+        raise ValueError(f"logits has shape {tuple(logits.shape)}; expected (B, V)")
+    if not 1 <= logits.shape[1] <= MOST_TOKENS:
+        raise ValueError(f"logits has {logits.shape[1]} tokens; allowed are 1 to {MOST_TOKENS}")
+
+
+def _check_top_n(top_n: int, width: int) -> None:
+    if type(top_n) is not int or not 0 <= top_n <= min(MOST_TOP_N, width):
+        raise ValueError(f"top_n={top_n!r} must be a whole number from 0 to {min(MOST_TOP_N, width)}")
+
+
+def check_tensor(
+    name: str, x: Any, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], device: torch.device, of: str = "logits"
+) -> None:
+    """x is None, or a tensor of this shape, with one of these dtypes, on the device of the argument `of`."""
+    if x is None:
+        return
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name}.dtype={x.dtype} is not supported; allowed: {', '.join(map(str, dtypes))}")
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {shape}")
+    if x.device != device:
+        raise ValueError(f"{name}.device={x.device} differs from {of}.device={device}")
+
+
+def _check(
+    logits: Tensor, previous: Tensor | None, counts: Tensor | None, seeds: Tensor | None, offsets: Tensor | None,
+    *settings: Tensor | None,
+) -> None:  # fmt: skip
+    rows, width = logits.shape
+    device = logits.device
+    if previous is not None and counts is not None:
+        raise ValueError("previous and counts are both given; counts are instead of previous")
+    if previous is not None:
+        if not isinstance(previous, Tensor) or previous.dim() != 2:
+            shape = tuple(previous.shape) if isinstance(previous, Tensor) else type(previous).__name__
+            raise ValueError(f"previous has shape {shape}; expected ({rows}, L)")
+        check_tensor("previous", previous, (rows, previous.shape[1]), INTEGERS, device)
+    check_tensor("counts", counts, (rows, width), (torch.int16, torch.int32), device)
+    check_tensor("seeds", seeds, (rows,), INTEGERS, device)
+    check_tensor("offsets", offsets, (rows,), INTEGERS, device)
+    for name, x in zip(NAMES, settings, strict=True):
+        check_tensor(name, x, (rows,), INTEGERS if name == "top_k" else (torch.float32,), device)
+
+
+# --- dispatch
+
+
+def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
+    _check(*tensors)
+    problem, gpu = row_problem("sample", tensors[0], 1), gpu_of(tensors[0])
+    prepared = select(IMPLS, problem, gpu, call.impl).load().plan(problem, gpu, tensors, call)
+
+    def run(logits: Tensor, previous: Tensor | None, counts: Tensor | None, *settings: Tensor | None) -> Any:
+        beside = None if counts is None or counts.stride(1) == 1 else counts.contiguous()
+        dense = (None if x is None else x.contiguous() for x in settings)
+        return prepared(logits, previous, counts if beside is None else beside, *dense)
+
+    return run
+
+
+_forward = Plans(_plan)
+
+
+# --- the `torch` implementation
+
+
+def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Sample) -> Run:
+    def run(
+        logits: Tensor, previous: Tensor | None, counts: Tensor | None, seeds: Tensor | None, offsets: Tensor | None,
+        *settings: Tensor | None,
+    ) -> Any:  # fmt: skip
+        def call_with(numbers: Numbers) -> Sampled:
+            rows, device = logits.shape[0], logits.device
+
+            def column(x: Tensor | None, number: float) -> Tensor:
+                return torch.full((rows,), number, device=device)[:, None] if x is None else x[:, None]
+
+            temperature, top_k, top_p, min_p, *penalties = map(column, settings, numbers[:7])
+            if rows == 0:
+                return Sampled.empty(logits, call.top_n)
+            seen = _counted(previous, logits) if previous is not None else counts
+            greedy = ~(temperature >= GREEDY_BELOW)
+            x = _penalised(logits.float(), seen, penalties) * (1 / torch.where(greedy, 1.0, temperature))
+            x = torch.where(x.isnan(), -torch.inf, x).clamp(max=MOST_NUMBER)
+            dead = x.amax(1) == -torch.inf
+            x = torch.where(dead[:, None], 0.0, x)
+            stay = kept(x, torch.where(greedy, 1, top_k), top_p, min_p)
+            seed = torch.arange(rows, device=device) + numbers.seed if seeds is None else seeds
+            offset = torch.full((rows,), numbers.offset, device=device) if offsets is None else offsets
+            relative = torch.where(stay, x - x.amax(1, keepdim=True), -torch.inf)
+            ids = draw(relative, seed, offset, _whole(x, greedy, top_k, top_p, min_p))
+            logprobs = torch.where(dead[:, None], torch.nan, x - x.logsumexp(1, keepdim=True))
+            top_ids = torch.sort(x, dim=1, descending=True, stable=True)[1][:, : call.top_n]
+            ids = torch.where(dead, 0, ids)
+            chosen = logprobs.gather(1, ids[:, None])[:, 0]
+            return Sampled(ids, chosen, top_ids.contiguous(), logprobs.gather(1, top_ids))
+
+        return call_with
+
+    return run
+
+
+def _counted(previous: Tensor, logits: Tensor) -> Tensor:
+    """(B, V), how often tokens are there."""
+    rows, width = logits.shape
+    counts = torch.zeros((rows, width + 1), dtype=torch.int32, device=logits.device)
+    ids = torch.where((previous >= 0) & (previous < width), previous, width).long()
+    return counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.int32))[:, :width]
+
+
+def _penalised(x: Tensor, counts: Tensor | None, penalties: Sequence[Tensor]) -> Tensor:
+    if counts is None:
+        return x
+    repetition, presence, frequency = penalties
+    less = torch.where(x > 0, x / repetition, x * repetition) - frequency * counts - presence
+    return torch.where(counts > 0, less, x)
+
+
+def kept(x: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Which tokens of x (B, V) stay; the settings are (B, 1)."""
+    width = x.shape[1]
+    value, order = torch.sort(x, dim=1, descending=True, stable=True)
+    rank = torch.arange(width, device=x.device)
+    weight = torch.exp(value - value[:, :1])
+    stay = rank < torch.where((top_k <= 0) | (top_k > width), width, top_k)
+    weight = torch.where(stay, weight, 0.0)
+    stay &= (top_p >= 1) | (weight.cumsum(1) - weight < top_p * weight.sum(1, keepdim=True))
+    stay &= (min_p <= 0) | (value >= value[:, :1] + torch.log(min_p))
+    stay |= rank == 0
+    return torch.zeros_like(stay).scatter_(1, order, stay)
+
+
+def _whole(x: Tensor, greedy: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """(B,): rows that no setting cuts."""
+    uncut = (top_k <= 0) | (top_k >= x.shape[1])
+    return (uncut & ~greedy & (top_p >= 1) & (min_p <= 0))[:, 0]
+
+
+# --- the registered op: schema and fake, for torch.compile and torch.export
+
+
+@torch.library.custom_op("flashkernels::sample", mutates_args=())
+def sample_op(
+    logits: Tensor, previous: Tensor | None, counts: Tensor | None, seeds: Tensor | None, offsets: Tensor | None,
+    settings: Sequence[Tensor | None], numbers: Sequence[float], top_k: int, seed: int, offset: int, top_n: int,
+    capacity: int, impl: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`settings` are temperature, top_k, top_p, min_p and the three penalties; `numbers` the same without top_k."""
+    tensors = (logits, previous, counts, seeds, offsets, *settings)
+    heat, share, least, repetition, presence, frequency = numbers
+    given = Numbers(heat, top_k, share, least, repetition, presence, frequency, seed, offset)
+    return tuple(_forward(tensors, Sample(top_n, capacity, impl))(given))
+
+
+@sample_op.register_fake
+def _fake(
+    logits: Tensor, previous: Tensor | None, counts: Tensor | None, seeds: Tensor | None, offsets: Tensor | None,
+    settings: Sequence[Tensor | None], numbers: Sequence[float], top_k: int, seed: int, offset: int, top_n: int,
+    capacity: int, impl: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    ids, logprobs, top_ids, top_logprobs = Sampled.empty(logits, top_n)
+    return ids, logprobs, top_ids, top_logprobs

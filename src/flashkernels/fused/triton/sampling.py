@@ -1,0 +1,505 @@
+"""Sampling in Triton: one read of the logits, and then little more than the few that can be drawn.
+
+`scan_kernel` reads everything once, by as many programs as there is room for, and leaves the maximum and the sum of
+powers of every segment of consecutive tokens: at most 1024 pairs a row. `finish_kernel` has one program a row. The
+n-th largest maximum is a bound that at least n tokens reach, so it goes back to the segments whose maximum reaches it,
+about n of them, for the tokens that do, sorts those (some dozens) and cuts them by top-k, top-p and min-p.
+
+A row without any cut needs no candidates: it draws a segment, then a token in it.
+
+Where the candidates cannot tell (more than a thousand tokens stay, or are equal), `search_kernel` finds the bits of the
+last one that stays: eleven walks over the row, of three bits each. Its programs have nothing to do for other rows.
+Nothing depends on how many rows there are, so neither does any result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashkernels.fused.draws import MOST_SEGMENTS, segment_of
+from flashkernels.fused.rows import RowProblem, Run
+from flashkernels.fused.sampling import GREEDY_BELOW, MOST_NUMBER, Numbers, Sample, Sampled
+from flashkernels.fused.triton.blocks import Launch
+from flashkernels.fused.triton.draws import (
+    LEAST,
+    NONE,
+    SEGMENT,
+    TOKEN,
+    drawn,
+    first_largest,
+    gumbel,
+    key_of,
+    number_of,
+    segment_sums,
+)
+from flashkernels.hardware import Gpu
+
+TILE = 4096  # tokens that a program of the scan has
+SMALL_TILE = 2048  # where there are few rows: more programs
+WALK = 1024  # tokens at a time of a walk over a row
+GATHERED = 4096  # tokens at a time of segments that have candidates
+SCAN_WARPS, FINISH_WARPS, SEARCH_WARPS = 4, 8, 16
+IDS = 1024  # previous tokens of a program that counts
+LONGEST_HALF = 32767  # previous tokens, whose counts 16 bits hold
+MOST = tl.constexpr(MOST_NUMBER)
+GREEDY = tl.constexpr(GREEDY_BELOW)
+LOWEST = tl.constexpr(-0x80000000)  # below every key
+FLIPPED = tl.constexpr(0x7FFFFFFF)  # above every key
+NOTHING = tl.constexpr(-0x8000000000000000)
+AHEAD = tl.constexpr(4)  # tiles of a walk that are on their way
+BITS = tl.constexpr(20)  # of the bound on candidates; all 32 would only spare a few of them
+
+
+@triton.jit
+def setting(ptr, row, number):
+    """Of one row: from its tensor, or the number that all rows have."""
+    if ptr is not None:
+        number = tl.load(ptr + row)
+    return number
+
+
+@triton.jit
+def row_settings(
+    temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr, row, temperature, repetition, presence, frequency
+):
+    """How the logits of a row become the numbers that tokens are compared by."""
+    heat = setting(temperature_ptr, row, temperature)
+    inverse = tl.div_rn(1.0, tl.where(heat >= GREEDY, heat, 1.0))
+    return (
+        inverse, setting(repetition_ptr, row, repetition), setting(presence_ptr, row, presence),
+        setting(frequency_ptr, row, frequency),
+    )  # fmt: skip
+
+
+@triton.jit
+def numbers_at(logits_row, counts_row, cols, inside, how):
+    """Logits of the tokens `cols`, after penalties and temperature; NaN is -inf, +inf the largest number."""
+    inverse, repetition, presence, frequency = how
+    x = tl.load(logits_row + cols, mask=inside, other=LEAST).to(tl.float32)
+    if counts_row is not None:
+        count = tl.load(counts_row + cols, mask=inside, other=0).to(tl.float32)
+        less = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition) - frequency * count - presence
+        x = tl.where(count > 0, less, x)
+    x *= inverse
+    return tl.minimum(tl.where(x == x, x, LEAST), MOST)
+
+
+@triton.jit(do_not_specialize=["blocks", "segments"])
+def scan_kernel(
+    logits_ptr, counts_ptr, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr, tops_ptr, sums_ptr,
+    width, segments, blocks, stride_row: tl.int64, stride_count: tl.int64,
+    temperature, repetition, presence, frequency,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """ROWS segments of a row, of WIDTH tokens each; `blocks` programs a row."""
+    pid = tl.program_id(0).to(tl.int64)
+    row = pid // blocks
+    how = row_settings(temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr, row,
+                       temperature, repetition, presence, frequency)  # fmt: skip
+    segment = (pid % blocks).to(tl.int32) * ROWS + tl.arange(0, ROWS)
+    cols = segment[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    counts_row = counts_ptr + row * stride_count if counts_ptr is not None else None
+    x = numbers_at(logits_ptr + row * stride_row, counts_row, cols, cols < width, how)
+    top, total = segment_sums(x)
+    at = row * segments + segment
+    tl.store(tops_ptr + at, top, mask=segment < segments)
+    tl.store(sums_ptr + at, total, mask=segment < segments)
+
+
+@triton.jit
+def reaches(key, cols, cut, last):
+    """Whether tokens are among those that stay: above the key `cut`, or equal and with an id up to `last`."""
+    return (key > cut) | ((key == cut) & (cols <= last))
+
+
+@triton.jit
+def bound(keys, want):
+    """A key that at least `want` of `keys` reach, nearly the largest."""
+    low = tl.full((), LOWEST, tl.int64)
+    step = tl.full((), 0x80000000, tl.int64)
+    for _ in tl.range(0, BITS):
+        enough = tl.sum((keys >= (low + step).to(tl.int32)).to(tl.int32), 0) >= want
+        low = tl.where(enough, low + step, low)
+        step = step >> 1
+    return low.to(tl.int32)
+
+
+@triton.jit
+def collect(
+    logits_row, counts_row, keys, listed_row, found_row, cut, last, width, how,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """How many tokens reach the cut, and CAPACITY of them, largest first: the key above, the flipped id below."""
+    at = tl.arange(0, keys.shape[0])
+    chosen = (keys >= cut).to(tl.int32)
+    tl.debug_barrier()  # an earlier list is read
+    tl.store(listed_row + tl.cumsum(chosen, 0) - 1, at, mask=chosen > 0)
+    tl.debug_barrier()
+    many = tl.sum(chosen, 0)
+    count = tl.zeros((), tl.int32)
+    for first in tl.range(0, many, ROWS):
+        which = first + tl.arange(0, ROWS)
+        segment = tl.load(listed_row + which, mask=which < many, other=0)
+        cols = segment[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        inside = (which < many)[:, None] & (cols < width)
+        key = key_of(numbers_at(logits_row, counts_row, cols, inside, how))
+        hit = (inside & reaches(key, cols, cut, last)).to(tl.int32)
+        each = tl.sum(hit, 1)
+        place = count + (tl.cumsum(each, 0) - each)[:, None] + tl.cumsum(hit, 1) - 1
+        tl.store(found_row + place, cols, mask=(hit > 0) & (place < CAPACITY))
+        count += tl.sum(each, 0)
+    tl.debug_barrier()
+    there = tl.arange(0, CAPACITY) < count
+    ids = tl.load(found_row + tl.arange(0, CAPACITY), mask=there, other=0)
+    key = key_of(numbers_at(logits_row, counts_row, ids, there, how))
+    packed = (key.to(tl.int64) << 32) | (ids ^ FLIPPED).to(tl.int64)
+    return count, tl.sort(tl.where(there, packed, NOTHING), descending=True)
+
+
+@triton.jit
+def walked(logits_row, counts_row, start, width, how, WALK: tl.constexpr):
+    """The next tokens of a walk over a row: numbers, keys and ids."""
+    cols = start + tl.arange(0, WALK)
+    x = numbers_at(logits_row, counts_row, cols, cols < width, how)
+    return x, tl.where(cols < width, key_of(x), LOWEST), cols
+
+
+@triton.jit
+def search(logits_row, counts_row, top, goal, by_count, width, how, WALK: tl.constexpr):
+    """The cut (key, last id) of the fewest largest tokens that together reach `goal`: in number, or else in weight."""
+    low = tl.full((), LOWEST, tl.int64)
+    step = tl.full((), 0x40000000, tl.int64)
+    part = tl.arange(0, 8)
+    for _ in tl.range(0, 11):
+        pivots = tl.minimum(low + part * step, FLIPPED).to(tl.int32)
+        reached = tl.zeros((WALK, 8), tl.float32)
+        for start in tl.range(0, width, WALK, num_stages=AHEAD):
+            x, key, cols = walked(logits_row, counts_row, start, width, how, WALK)
+            weight = tl.where(cols < width, tl.where(by_count, 1.0, tl.exp(x - top)), 0.0)
+            reached += tl.where(key[:, None] >= pivots[None, :], weight[:, None], 0.0)
+        enough = (tl.sum(reached, 0) >= goal) & (part > 0)
+        low += tl.sum(enough.to(tl.int64), 0) * step
+        step = step >> 3
+    cut = low.to(tl.int32)
+
+    above = tl.zeros((WALK,), tl.float32)
+    equal = tl.zeros((WALK,), tl.int32)
+    for start in tl.range(0, width, WALK, num_stages=AHEAD):
+        x, key, cols = walked(logits_row, counts_row, start, width, how, WALK)
+        above += tl.where(key > cut, tl.where(by_count, 1.0, tl.exp(x - top)), 0.0)
+        equal += ((key == cut) & (cols < width)).to(tl.int32)
+    each = tl.where(by_count, 1.0, tl.exp(number_of(cut) - top))
+    stay = tl.maximum(tl.ceil((goal - tl.sum(above, 0)) / each), 1.0)
+    last = tl.full((), NONE, tl.int32)
+    if stay < tl.sum(equal, 0).to(tl.float32):
+        before = tl.zeros((), tl.int32)
+        for start in tl.range(0, width, WALK, num_stages=AHEAD):
+            x, key, cols = walked(logits_row, counts_row, start, width, how, WALK)
+            tie = ((key == cut) & (cols < width)).to(tl.int32)
+            rank = before + tl.cumsum(tie, 0)
+            last = tl.minimum(last, tl.min(tl.where((tie > 0) & (rank >= stay.to(tl.int32)), cols, NONE), 0))
+            before += tl.sum(tie, 0)
+    return cut, last
+
+
+@triton.jit
+def weight_above(logits_row, counts_row, top, cut, last, width, how, WALK: tl.constexpr):
+    total = tl.zeros((WALK,), tl.float32)
+    for start in tl.range(0, width, WALK, num_stages=AHEAD):
+        x, key, cols = walked(logits_row, counts_row, start, width, how, WALK)
+        total += tl.where((cols < width) & reaches(key, cols, cut, last), tl.exp(x - top), 0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def search_and_draw(
+    logits_row, counts_row, top, total, k, p, floor, seed, offset, width, how, WALK: tl.constexpr
+):  # fmt: skip
+    """The token of a row of which so many stay that they do not fit."""
+    cut = tl.full((), LOWEST, tl.int32)
+    last = tl.full((), NONE, tl.int32)
+    if k < width:
+        cut, last = search(logits_row, counts_row, top, k.to(tl.float32), True, width, how, WALK)
+        total = weight_above(logits_row, counts_row, top, cut, last, width, how, WALK)
+    if p < 1:
+        share = tl.maximum(p * total, 1e-30)  # of top_p=0 too the largest stays
+        higher, until = search(logits_row, counts_row, top, share, False, width, how, WALK)
+        closer = (higher > cut) | ((higher == cut) & (until < last))
+        cut, last = tl.where(closer, higher, cut), tl.where(closer, until, last)
+    least = key_of(floor)
+    cut, last = tl.maximum(cut, least), tl.where(least > cut, NONE, last)
+    best = tl.full((WALK,), LEAST, tl.float32)
+    ids = tl.full((WALK,), NONE, tl.int32)
+    for start in tl.range(0, width, WALK, num_stages=AHEAD):
+        x, key, cols = walked(logits_row, counts_row, start, width, how, WALK)
+        stays = (cols < width) & reaches(key, cols, cut, last)
+        score = tl.where(stays, x - top + gumbel(seed, offset, cols, TOKEN), LEAST)
+        ids = tl.where(score > best, cols, ids)
+        best = tl.maximum(best, score)
+    return first_largest(best, ids)
+
+
+@triton.jit
+def cuts(top_k_ptr, top_p_ptr, min_p_ptr, temperature_ptr, row, top, width, top_k, top_p, min_p, temperature):
+    """Of a row: how many stay, of which share, above which number, and whether none of that cuts anything."""
+    k = setting(top_k_ptr, row, top_k).to(tl.int32)
+    k = tl.where((k <= 0) | (k > width), width, k)
+    k = tl.where(setting(temperature_ptr, row, temperature) >= GREEDY, k, 1)
+    p = setting(top_p_ptr, row, top_p)
+    least = setting(min_p_ptr, row, min_p)
+    floor = tl.where(least > 0, top + tl.log(least), LEAST)
+    return k, p, floor, (k == width) & (p >= 1) & (floor == LEAST)
+
+
+@triton.jit
+def store_top(top_ids_ptr, top_logprobs_ptr, row, packed, norm, TOP: tl.constexpr):
+    rank = tl.arange(0, packed.shape[0])
+    tl.store(top_ids_ptr + row * TOP + rank, (packed & FLIPPED).to(tl.int32) ^ FLIPPED, mask=rank < TOP)
+    tl.store(top_logprobs_ptr + row * TOP + rank, number_of((packed >> 32).to(tl.int32)) - norm, mask=rank < TOP)
+
+
+@triton.jit(do_not_specialize=["seed", "offset", "top_k", "segments"])
+def finish_kernel(
+    logits_ptr, counts_ptr, seed_ptr, offset_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    repetition_ptr, presence_ptr, frequency_ptr, tops_ptr, sums_ptr, listed_ptr, found_ptr, open_ptr,
+    ids_ptr, logprobs_ptr, top_ids_ptr, top_logprobs_ptr,
+    width, segments, stride_row: tl.int64, stride_count: tl.int64, seed: tl.int64, offset: tl.int64,
+    temperature, top_k, top_p, min_p, repetition, presence, frequency,
+    WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, ROWS: tl.constexpr, CAPACITY: tl.constexpr, TOP: tl.constexpr,
+):  # fmt: skip
+    """A row; `open_ptr` says whether it is left to `search_kernel`."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, SEGMENTS)
+    tops = tl.load(tops_ptr + row * segments + at, mask=at < segments, other=LEAST)
+    sums = tl.load(sums_ptr + row * segments + at, mask=at < segments, other=0.0)
+    top = tl.max(tops, 0)
+    rank = tl.arange(0, CAPACITY)
+    left = tl.zeros((), tl.int1)
+    if top == LEAST:  # nothing to draw from
+        tl.store(ids_ptr + row, 0)
+        tl.store(logprobs_ptr + row, float("nan"))
+        if TOP:
+            tl.store(top_ids_ptr + row * TOP + rank, rank, mask=rank < TOP)
+            tl.store(top_logprobs_ptr + row * TOP + rank, float("nan"), mask=rank < TOP)
+    else:
+        how = row_settings(temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr, row,
+                           temperature, repetition, presence, frequency)  # fmt: skip
+        logits_row = logits_ptr + row * stride_row
+        counts_row = counts_ptr + row * stride_count if counts_ptr is not None else None
+        seed = setting(seed_ptr, row, seed + row).to(tl.int64)
+        offset = setting(offset_ptr, row, offset).to(tl.int64)
+        k, p, floor, whole = cuts(top_k_ptr, top_p_ptr, min_p_ptr, temperature_ptr, row, top, width,
+                                  top_k, top_p, min_p, temperature)  # fmt: skip
+        total = tl.sum(sums * tl.exp(tops - top), 0)
+        norm = top + tl.log(total)
+        token = tl.zeros((), tl.int32)
+        if (not whole) | (TOP > 0):
+            some = tl.minimum(CAPACITY // 4, segments // 4 + 1)  # where it is not known how many stay
+            want = tl.where((k <= CAPACITY) & (k < width), k, some)
+            want = tl.minimum(tl.maximum(want, TOP), width)
+            keys = key_of(tops)
+            cut = bound(keys, want)
+            count, packed = collect(
+                logits_row, counts_row, keys, listed_ptr + row * SEGMENTS, found_ptr + row * CAPACITY, cut, NONE,
+                width, how, WIDTH, ROWS, CAPACITY,
+            )  # fmt: skip
+            x = number_of((packed >> 32).to(tl.int32))
+            ids = (packed & FLIPPED).to(tl.int32) ^ FLIPPED
+            if TOP:
+                store_top(top_ids_ptr, top_logprobs_ptr, row, packed, norm, TOP)
+            weight = tl.where(rank < count, tl.exp(x - top), 0.0)
+            kept_by_k = tl.sum(tl.where(rank < k, weight, 0.0), 0)
+            goal = tl.where(p < 1, p * tl.where(k < width, kept_by_k, total), float("inf"))
+            stay = (rank < count) & (rank < k) & (x >= floor) & (tl.cumsum(weight, 0) - weight < goal)
+            stay = stay | (rank == 0)
+            known = (k <= count) | (count >= width) | ((k == width) & (tl.sum(weight, 0) >= goal))
+            known = known | ((key_of(floor) > cut) & ((p >= 1) | (k == width)))
+            left = (count > CAPACITY) | ((not known) & (not whole))
+            token = drawn(tl.where(stay, x - top, LEAST), ids, seed, offset, TOKEN)
+        if whole:
+            segment = drawn(tl.log(sums) + (tops - top), at, seed, offset, SEGMENT)
+            cols = segment * WIDTH + tl.arange(0, WIDTH)
+            x = numbers_at(logits_row, counts_row, cols, cols < width, how)
+            token = drawn(x - top, cols, seed, offset, TOKEN)
+        token = tl.minimum(token, width - 1)
+        chosen = numbers_at(logits_row, counts_row, token, token < width, how)
+        tl.store(ids_ptr + row, token)
+        tl.store(logprobs_ptr + row, chosen - norm)
+    tl.store(open_ptr + row, left.to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["seed", "offset", "top_k", "segments"])
+def search_kernel(
+    logits_ptr, counts_ptr, seed_ptr, offset_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
+    repetition_ptr, presence_ptr, frequency_ptr, tops_ptr, sums_ptr, listed_ptr, found_ptr, open_ptr,
+    ids_ptr, logprobs_ptr, top_ids_ptr, top_logprobs_ptr,
+    width, segments, stride_row: tl.int64, stride_count: tl.int64, seed: tl.int64, offset: tl.int64,
+    temperature, top_k, top_p, min_p, repetition, presence, frequency,
+    WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, ROWS: tl.constexpr, CAPACITY: tl.constexpr, TOP: tl.constexpr,
+    WALK: tl.constexpr,
+):  # fmt: skip
+    """A row that `finish_kernel` left open: too many tokens stay, or are equal."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(open_ptr + row) != 0:
+        at = tl.arange(0, SEGMENTS)
+        tops = tl.load(tops_ptr + row * segments + at, mask=at < segments, other=LEAST)
+        sums = tl.load(sums_ptr + row * segments + at, mask=at < segments, other=0.0)
+        top = tl.max(tops, 0)
+        total = tl.sum(sums * tl.exp(tops - top), 0)
+        norm = top + tl.log(total)
+        how = row_settings(temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr, row,
+                           temperature, repetition, presence, frequency)  # fmt: skip
+        logits_row = logits_ptr + row * stride_row
+        counts_row = counts_ptr + row * stride_count if counts_ptr is not None else None
+        k, p, floor, whole = cuts(top_k_ptr, top_p_ptr, min_p_ptr, temperature_ptr, row, top, width,
+                                  top_k, top_p, min_p, temperature)  # fmt: skip
+        if TOP:
+            cut, last = search(logits_row, counts_row, top, float(TOP), True, width, how, WALK)
+            _, packed = collect(
+                logits_row, counts_row, key_of(tops), listed_ptr + row * SEGMENTS, found_ptr + row * CAPACITY,
+                cut, last, width, how, WIDTH, ROWS, CAPACITY,
+            )  # fmt: skip
+            store_top(top_ids_ptr, top_logprobs_ptr, row, packed, norm, TOP)
+        if not whole:
+            seed = setting(seed_ptr, row, seed + row).to(tl.int64)
+            offset = setting(offset_ptr, row, offset).to(tl.int64)
+            token = search_and_draw(logits_row, counts_row, top, total, k, p, floor, seed, offset, width, how, WALK)
+            token = tl.minimum(token, width - 1)
+            tl.store(ids_ptr + row, token)
+            tl.store(logprobs_ptr + row, numbers_at(logits_row, counts_row, token, token < width, how) - norm)
+
+
+@triton.jit(do_not_specialize=["length"])
+def count_kernel(
+    previous_ptr, counts_ptr, width, length, blocks, stride_b: tl.int64, stride_l: tl.int64, stride_count: tl.int64,
+    IDS: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """Counts tokens. Where HALVES, counts are of 16 bits and added by pairs, as an int32."""
+    pid = tl.program_id(0).to(tl.int64)
+    row = pid // blocks
+    at = pid % blocks * IDS + tl.arange(0, IDS)
+    ids = tl.load(previous_ptr + row * stride_b + at * stride_l, mask=at < length, other=-1)
+    real = (ids >= 0) & (ids < width)
+    if HALVES:
+        tl.atomic_add(counts_ptr + row * stride_count + ids // 2, tl.where(ids % 2 == 0, 1, 65536), mask=real)
+    else:
+        tl.atomic_add(counts_ptr + row * stride_count + ids, tl.full((IDS,), 1, tl.int32), mask=real)
+
+
+# --- how a call is cut
+
+
+def scan_rows(rows: int, width: int, segment: int, gpu: Gpu | None) -> int:
+    """Segments that a program of the scan has: fewer where there are too few programs to fill the GPU.
+
+    >>> from flashkernels.hardware import lookup
+    >>> scan_rows(256, 128_256, 128, lookup("h200")), scan_rows(1, 128_256, 128, lookup("h200"))
+    (32, 16)
+    """
+    full = max(1, TILE // segment)
+    programs = rows * -(-width // (full * segment))
+    return full if gpu is None or programs >= 4 * gpu.sms else max(1, SMALL_TILE // segment)
+
+
+class Counter:
+    """Counts previous tokens (B, L), on the device."""
+
+    def __init__(self, previous: Tensor, width: int) -> None:
+        self.rows, self.length = previous.shape
+        self.halves = self.length <= LONGEST_HALF
+        self.width = -(-width // 16) * 16  # rows of counts stay aligned
+        self.blocks = -(-self.length // IDS)
+        step = self.width // 2 if self.halves else self.width
+        self.numbers = (width, self.length, self.blocks, *previous.stride(), step)
+        self.launch = Launch(count_kernel, {"IDS": IDS, "HALVES": self.halves}, 4, previous.device)
+
+    def __call__(self, previous: Tensor) -> Tensor:
+        dtype = torch.int16 if self.halves else torch.int32
+        counts = torch.zeros((self.rows, self.width), dtype=dtype, device=previous.device)
+        if counts.numel() and self.length:
+            self.launch(self.rows * self.blocks, (previous, counts.view(torch.int32)), self.numbers)
+        return counts
+
+
+class Scan:
+    """The launch of `scan_kernel` for rows of logits, with room for what it finds."""
+
+    def __init__(self, rows: int, width: int, gpu: Gpu | None, device: torch.device) -> None:
+        self.rows, self.width = rows, width
+        self.segment = segment_of(width)
+        self.segments = -(-width // self.segment)
+        tile = scan_rows(rows, width, self.segment, gpu)
+        self.blocks = -(-self.segments // tile)
+        self.launch = Launch(scan_kernel, {"WIDTH": self.segment, "ROWS": tile}, SCAN_WARPS, device)
+
+    def __call__(
+        self, logits: Tensor, counts: Tensor | None, settings: tuple[Tensor | None, ...], numbers: tuple[float, ...]
+    ) -> Tensor:
+        """(2, rows, segments): maxima and sums. `settings` and `numbers` are temperature, repetition, presence and
+        frequency."""
+        found = torch.empty((2, self.rows, self.segments), dtype=torch.float32, device=logits.device)
+        sizes = (self.width, self.segments, self.blocks, logits.stride(0), 0 if counts is None else counts.stride(0))
+        self.launch(self.rows * self.blocks, (logits, counts, *settings, found[0], found[1]), (*sizes, *numbers))
+        return found
+
+
+def finish_constants(width: int, capacity: int, top_n: int) -> dict[str, Any]:
+    """The compile-time values of `finish_kernel`, in its order."""
+    segment = segment_of(width)
+    return {
+        "WIDTH": segment, "SEGMENTS": max(16, triton.next_power_of_2(-(-width // segment))),
+        "ROWS": max(1, GATHERED // segment), "CAPACITY": capacity, "TOP": top_n,
+    }  # fmt: skip
+
+
+def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Sample) -> Run:
+    logits, previous, *_ = tensors
+    rows, width = logits.shape
+    assert -(-width // segment_of(width)) <= MOST_SEGMENTS
+    scan = Scan(rows, width, gpu, logits.device)
+    counter = None if previous is None else Counter(previous, width)
+    fixed = finish_constants(width, call.capacity, call.top_n)
+    finish = Launch(finish_kernel, fixed, FINISH_WARPS, logits.device)
+    search = Launch(search_kernel, fixed | {"WALK": WALK}, SEARCH_WARPS, logits.device)
+    copied = logits.stride(1) != 1 and width > 1
+
+    def run(
+        logits: Tensor, previous: Tensor | None, counts: Tensor | None, seeds: Tensor | None, offsets: Tensor | None,
+        *settings: Tensor | None,
+    ) -> Any:  # fmt: skip
+        temperature, top_k, top_p, min_p, repetition, presence, frequency = settings
+
+        def call_with(numbers: Numbers) -> Sampled:
+            out = Sampled.empty(logits, call.top_n)
+            if rows == 0:
+                return out
+            dense = logits.contiguous() if copied else logits
+            seen = counter(previous) if counter is not None and previous is not None else counts
+            changes = (numbers.temperature, numbers.repetition, numbers.presence, numbers.frequency)
+            tops, sums = scan(dense, seen, (temperature, repetition, presence, frequency), changes)
+            listed = torch.empty((rows, fixed["SEGMENTS"]), dtype=torch.int32, device=logits.device)
+            found = torch.empty((rows, call.capacity), dtype=torch.int32, device=logits.device)
+            left = torch.empty(rows, dtype=torch.int32, device=logits.device)
+            given = (
+                dense, seen, seeds, offsets, temperature, top_k, top_p, min_p, repetition, presence, frequency,
+                tops, sums, listed, found, left, out.ids, out.logprobs,
+                out.top_ids if call.top_n else None, out.top_logprobs if call.top_n else None,
+            )  # fmt: skip
+            sizes = (width, scan.segments, dense.stride(0), 0 if seen is None else seen.stride(0))
+            values = (
+                numbers.seed, numbers.offset, numbers.temperature, numbers.top_k, numbers.top_p, numbers.min_p,
+                *changes[1:],
+            )  # fmt: skip
+            finish(rows, given, (*sizes, *values))
+            if call.top_n or any(x is not None for x in settings[:4]) or not numbers.cut_nothing(width):
+                search(rows, given, (*sizes, *values))
+            return out
+
+        return call_with
+
+    return run
