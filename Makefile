@@ -13,7 +13,7 @@ RUN = PYTHONPATH=$(CURDIR)/src $(PY) -m
 # Nothing from the machine's own Python set-up may leak into .venv.
 unexport PYTHONPATH PYTHONHOME PIP_TARGET PIP_USER TRITON_INTERPRET
 
-.PHONY: help demo test lint gpu-test bench compile-all clean
+.PHONY: help demo test lint learn gpu-test bench compile-all clean
 
 help:  ## list the commands
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
@@ -26,7 +26,7 @@ help:  ## list the commands
 .venv/.ready: pyproject.toml constraints.txt | .venv/bin/python
 	$(PY) -m pip install --quiet --constraint constraints.txt torch
 	$(PY) -m pip show --quiet triton 2>/dev/null || [ "$$(uname)" != Linux ] || $(PY) -m pip install --quiet triton==$(TRITON)
-	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev,report]'
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
 	@touch $@
 
 demo: $(READY)  ## check and time attention here, write report.html
@@ -49,8 +49,11 @@ bench: $(READY)  ## all benchmark suites on this machine's GPU, into benchmarks/
 	@gpu=$$(PYTHONPATH=src $(PY) -c 'import flashkernels as fk; print(fk.detect().key)') && for suite in $(SUITES); do \
 	  $(RUN) flashkernels bench attention --suite $$suite --json benchmarks/results/$$gpu/attention-$$suite.json || exit; done
 
+learn: $(READY)  ## the lessons of docs/learn as pages, into site/
+	PYTHONPATH=$(CURDIR)/src $(PY) docs/learn/build.py
+
 compile-all: $(READY)  ## compile every tile the engine can choose, for every architecture
 	$(RUN) flashkernels tiles --compile --gpu all
 
 clean:  ## remove .venv and everything made here
-	rm -rf .venv .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache dist report.html results.json
+	rm -rf .venv .cache .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache dist site report.html results.json

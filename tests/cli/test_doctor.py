@@ -58,7 +58,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No live run, and a healthy machine with one RTX 5090 as far as the other checks can see."""
     monkeypatch.setattr(doctor_module, "gpus", lambda: [fake_gpu("rtx5090")])
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_90", "sm_120"])
-    without = (doctor_module.live_test, doctor_module.implementations)
+    without = (doctor_module.live_test, doctor_module.cuda_graph, doctor_module.implementations)
     monkeypatch.setattr(doctor_module, "CHECKS", [check for check in CHECKS if check not in without])
 
 
@@ -121,6 +121,51 @@ def test_a_torch_with_only_ptx_for_the_gpu_is_a_warning(quick: None, monkeypatch
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_90", "compute_90"])
     code, checks = report()
     assert (code, checks["torch kernels"]["status"]) == (0, "warn")
+
+
+def test_ptx_that_the_driver_cannot_compile_is_broken(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_90", "compute_90"])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(doctor_module, "driver_cuda", lambda: (12, 8))
+    found = doctor_module.torch_kernels()
+    assert found.status == "fail" and "unsupported toolchain" in found.detail and "CUDA 12.8" in found.detail
+    monkeypatch.setattr(doctor_module, "driver_cuda", lambda: (13, 1))
+    assert doctor_module.torch_kernels().status == "warn"
+
+
+def test_little_shared_memory_between_processes_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    if sys.platform != "linux":
+        pytest.skip("of Linux")
+    for total, status in ((64 * 2**20, "warn"), (8 * 2**30, "ok")):
+        monkeypatch.setattr(doctor_module.shutil, "disk_usage", lambda _, total=total: SimpleNamespace(total=total))
+        found = doctor_module.limits()
+        assert found.status == status and ("--ipc=host" in found.fix) == (status == "warn")
+
+
+@pytest.mark.parametrize("variable", ["NVIDIA_TF32_OVERRIDE=0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1"])
+def test_a_variable_that_decides_over_tf32_is_a_warning(
+    variable: str, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"):
+        monkeypatch.delenv(name, raising=False)
+    assert doctor_module.precision().status == "ok"
+    assert "computed in fp32" in doctor_module.precision().detail and "fp8" in doctor_module.precision().detail
+    monkeypatch.setenv(*variable.split("="))
+    found = doctor_module.precision()
+    assert found.status == "warn" and variable in found.detail
+
+
+def test_a_compiler_that_changes_the_numbers_or_refuses_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor_module.one_graph().status == "ok"
+    monkeypatch.setattr(torch, "compile", lambda function, **_: lambda q: function(q) + 1)
+    assert doctor_module.one_graph().status == "fail"
+    monkeypatch.setattr(torch, "compile", lambda function, **_: 1 / 0)
+    assert guarded(doctor_module.one_graph).status == "fail"
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_what_a_call_computes() -> None:
+    assert doctor_module.replayed() == (0.0, 0.0)
 
 
 def test_no_c_compiler_is_broken_only_with_a_gpu(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,8 @@ TRITON_RANGE = ((3, 6), (3, 9))
 PATIENCE = 120.0  # seconds for one check: the first import of torch from a cold disk takes tens of them
 LOW_SPACE = 2**30
 CAP_SYS_ADMIN, CAP_PERFMON = 21, 38  # bits of CapEff, linux/capability.h
+LIBCUDA = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+SHARED_FILES = Path("/dev/shm")
 DRIVER_PARAMS = Path("/proc/driver/nvidia/params")
 MEND = "mend the failures above; if there are none, report `flashkernels doctor --json` as an issue"
 GET_TORCH = "choose a CUDA build of torch for this GPU at pytorch.org/get-started and reinstall torch"
@@ -191,6 +193,15 @@ def torch_kernels() -> Check:
             GET_TORCH,
         )
     by_ptx = [f"{name} through {image}" for name, image in served.items() if image and image.startswith("compute")]
+    # Unlike machine code, PTX of a newer minor release is refused: the driver's compiler has to know its version.
+    supports, wants = driver_cuda(), release(torch.version.cuda or "")
+    if by_ptx and supports and supports < wants:
+        return fail(
+            f"{built}; {', '.join(by_ptx)} only: PTX of CUDA {wants[0]}.{wants[1]}, which a driver for "
+            f"CUDA {supports[0]}.{supports[1]} cannot compile ('the provided PTX was compiled with an unsupported "
+            "toolchain')",
+            f"update the driver, or {GET_TORCH}",
+        )
     if by_ptx:
         return warn(
             f"{built}; {', '.join(by_ptx)} only: PTX, which the driver compiles at first use (minutes, then cached)",
@@ -205,20 +216,30 @@ def driver() -> Check:
     built = torch.version.cuda
     broken = fail if built and has_nvidia_gpu() else warn
     try:
-        library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        supports = driver_cuda()
     except OSError as error:
+        return broken(first_line(error), "reinstall the NVIDIA driver")
+    if supports is None:
         if has_nvidia_gpu():
-            return broken(f"libcuda cannot be loaded: {first_line(error)}", "install the NVIDIA driver")
+            return broken(f"{LIBCUDA} cannot be loaded", "install the NVIDIA driver")
         return ok(f"no NVIDIA driver, none needed without a GPU; torch's CUDA: {built or 'none'}")
-    number = ctypes.c_int()
-    if library.cuDriverGetVersion(ctypes.byref(number)) != 0:
-        return broken("cuDriverGetVersion fails", "reinstall the NVIDIA driver")
-    supports = (number.value // 1000, number.value % 1000 // 10)
     detail = f"driver {module_version()} for CUDA {supports[0]}.{supports[1]}; torch's CUDA: {built or 'none'}"
     # Within a major version CUDA's minor releases run on any driver of that major version.
     if built and release(built)[0] > supports[0]:
         return broken(detail, f"update the driver to one for CUDA {built}, or {GET_TORCH}")
     return ok(detail)
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """The newest CUDA that the driver serves, or None where there is no driver."""
+    try:
+        library = ctypes.CDLL(LIBCUDA)
+    except OSError:
+        return None
+    number = ctypes.c_int()
+    if library.cuDriverGetVersion(ctypes.byref(number)) != 0:
+        raise OSError("cuDriverGetVersion fails")
+    return number.value // 1000, number.value % 1000 // 10
 
 
 def module_version() -> str:
@@ -382,6 +403,24 @@ def environment() -> Check:
     return ok("; ".join([", ".join(given) or "nothing is set", *([f"not set: {', '.join(others)}"] if others else [])]))
 
 
+def precision() -> Check:
+    """What fp32 products are computed in, unless a program says otherwise, and which formats the GPUs compute in."""
+    import torch
+
+    from flashkernels.hardware import from_properties
+
+    words = {"highest": "fp32", "high": "TF32", "medium": "bf16"}
+    default = words[torch.get_float32_matmul_precision()]
+    found = [from_properties(properties) for properties in gpus()]
+    formats = [f"{gpu.name} has {', '.join(gpu.peak)}" for gpu in found]
+    detail = "; ".join([f"products of fp32 tensors are computed in {default}", *formats])
+    if os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
+        return warn(f"{detail}; NVIDIA_TF32_OVERRIDE=0 forbids TF32, whatever a program sets", "unset it")
+    if os.environ.get("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE") == "1":
+        return warn(f"{detail}; TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 makes TF32 the default of every program", "unset it")
+    return ok(detail)
+
+
 def triton_cache() -> Check:
     default = os.path.join(os.environ.get("TRITON_HOME") or "~", ".triton", "cache")
     return takes_files(os.environ.get("TRITON_CACHE_DIR") or default, "TRITON_CACHE_DIR")
@@ -427,6 +466,24 @@ def profiler() -> Check:
     )
 
 
+def limits() -> Check:
+    """What a container keeps small unless told otherwise: memory that processes share, memory that may be locked."""
+    if sys.platform != "linux":
+        return ok(f"nothing to check on {sys.platform}")
+    import resource
+
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    words = "no limit" if locked == resource.RLIM_INFINITY else f"{locked / 2**20:.1f} MiB"
+    room = shutil.disk_usage(SHARED_FILES).total
+    detail = f"{room / 2**30:.1f} GiB of {SHARED_FILES} for workers of a DataLoader; memory that may be locked: {words}"
+    if room < LOW_SPACE:
+        return warn(
+            f"{detail}; workers that pass batches stop with a bus error when it is full",
+            "Docker: start with --ipc=host, or --shm-size=8g",
+        )
+    return ok(detail)
+
+
 def effective_capabilities() -> int:
     found = re.search(r"^CapEff:\s*([0-9a-f]+)", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(found[1], 16) if found else 0
@@ -456,24 +513,55 @@ def implementations() -> Check:
     return ok(detail)
 
 
+def one_graph() -> Check:
+    """Whether torch.compile takes a call of ours whole, with sizes that change."""
+    import torch
+
+    import flashkernels as fk
+
+    def step(q: torch.Tensor) -> torch.Tensor:
+        out: Any = fk.attention(q, q, q, causal=True)
+        return out * 2
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for seq in (16, 24):
+        q = torch.randn(1, seq, 2, 8)
+        off = (compiled(q) - step(q)).abs().max().item()
+        if not off <= 1e-5:
+            return fail(f"attention compiled by torch is off by {off:.1e}", MEND)
+    return ok("torch.compile(fullgraph=True, dynamic=True) takes attention whole")
+
+
 def live_test() -> Check:
     """One small attention against the reference in fp64. On a GPU it has a process of its own, which can be ended."""
     if not gpus():
-        return verdict_of("cpu", *smoke("cpu"))
-    code = "from flashkernels.cli.doctor import smoke; print('\\n', *smoke('cuda'))"
+        return verdict_of("attention on cpu", *smoke("cpu"))
+    return on_gpu("attention on cuda", "smoke('cuda')")
+
+
+def cuda_graph() -> Check:
+    """One small attention captured in a CUDA graph and replayed on other numbers, against a plain call."""
+    if not gpus():
+        return ok("no GPU to capture on: fk.Graph calls its function as it is")
+    return on_gpu("attention in a CUDA graph", "replayed()")
+
+
+def on_gpu(what: str, call: str) -> Check:
+    """The verdict on a function of this file that gives an error and the error allowed, run in a process of its own."""
+    code = f"from flashkernels.cli.doctor import replayed, smoke; print('\\n', *{call})"
     limit = PATIENCE * 0.8  # less than the check's own time, so that a kernel that hangs is ended here
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
-        return fail(f"attention on the GPU gives no answer in {limit:.0f} s", MEND)
+        return fail(f"{what} gives no answer in {limit:.0f} s", MEND)
     if done.returncode:
-        return fail(f"attention on the GPU stops: {last_line(done.stderr)}", MEND)
+        return fail(f"{what} stops: {last_line(done.stderr)}", MEND)
     error, allowed = map(float, done.stdout.split()[-2:])
-    return verdict_of("cuda", error, allowed)
+    return verdict_of(what, error, allowed)
 
 
-def verdict_of(device: str, error: float, allowed: float) -> Check:
-    detail = f"attention on {device}: error {error:.1e}, allowed {allowed:.1e}"
+def verdict_of(what: str, error: float, allowed: float) -> Check:
+    detail = f"{what}: error {error:.1e}, allowed {allowed:.1e}"
     if error <= allowed:  # NaN is not
         return ok(detail)
     return fail(f"{detail}: the results are wrong", MEND)
@@ -498,9 +586,25 @@ def smoke(device: str) -> tuple[float, float]:
     return (ours - truth).abs().max().item(), 2 * (plain - truth).abs().max().item() + 1e-5
 
 
+def replayed() -> tuple[float, float]:
+    """Difference of a replayed attention to a plain call of the same numbers, and the difference allowed: none."""
+    import torch
+
+    import flashkernels as fk
+
+    step = fk.Graph(lambda q: fk.attention(q, q, q, causal=True))
+    generator = torch.Generator().manual_seed(0)
+    worst = 0.0
+    for _ in range(3):  # the first call captures, the others replay
+        q = torch.randn(1, 128, 2, 72, generator=generator).to("cuda", torch.float16)
+        plain: Any = fk.attention(q, q, q, causal=True)
+        worst = max(worst, (step(q) - plain).abs().max().item())
+    return worst, 0.0
+
+
 CHECKS: Sequence[Callable[[], Check]] = (
     versions, gpu, torch_kernels, driver, triton_version, ptxas, c_compiler, nvrtc, shared_memory, environment,
-    kernel_cache, triton_cache, profiler, implementations, live_test,
+    precision, kernel_cache, triton_cache, limits, profiler, implementations, one_graph, live_test, cuda_graph,
 )  # fmt: skip
 
 

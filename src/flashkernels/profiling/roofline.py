@@ -106,15 +106,24 @@ def roofs_for(device: str | None, ceilings: Ceilings | None, dtypes: Sequence[st
     return [*found, measured(ceilings, dtypes)] if ceilings else found
 
 
-def draw(roofs: Sequence[Roof], points: Sequence[Point], *, with_study: bool = True) -> Scene:
-    """The picture: roofs, points by contestant, and labels for the best point of each contestant in each suite."""
+def draw(
+    roofs: Sequence[Roof],
+    points: Sequence[Point],
+    *,
+    with_study: bool = True,
+    across: str = "FLOP per byte that must move",
+) -> Scene:
+    """The picture: roofs, points by contestant, and labels for the best point of each contestant in each suite.
+
+    `across` says what the intensity of the points is.
+    """
     if not roofs and not points:
         raise ValueError("a roofline needs a roof or a point: measure the ceilings, or give results")
     shown = [*points, *(study() if with_study else ())]
     laptop = [replace(datasheet(lookup("rtx5090-laptop"), ["fp16"]), short="RTX 5090 laptop")] if with_study else []
     axes = _Axes([*roofs, *laptop], shown)
     scene = Scene(WIDTH, HEIGHT)
-    axes.frame(scene)
+    axes.frame(scene, across)
     colours = colours_of(shown)
     dots = []
     for point in shown:
@@ -198,7 +207,7 @@ class _Axes:
     def y(self, rate: float) -> float:
         return FRAME.bottom - (FRAME.bottom - FRAME.top) * _share(rate, self.low, self.high)
 
-    def frame(self, scene: Scene) -> None:
+    def frame(self, scene: Scene, across: str) -> None:
         """Grid, ticks and titles."""
         for value in ticks(self.left, self.right):
             x = self.x(value)
@@ -209,7 +218,7 @@ class _Axes:
             scene.add(Line(((FRAME.left, y), (FRAME.right, y)), "grid"))
             scene.add(Text(FRAME.left - 8, y + 4, f"{value / 1e12:g}", "quiet", anchor="end"))
         middle = (FRAME.left + FRAME.right) / 2
-        scene.add(Text(middle, HEIGHT - 14, "FLOP per byte that must move", anchor="middle"))
+        scene.add(Text(middle, HEIGHT - 14, across, anchor="middle"))
         scene.add(Text(20, (FRAME.top + FRAME.bottom) / 2, "TFLOPS", anchor="middle", upright=False))
 
     def roof(self, roof: Roof, colour: str, width: float, dash: str, group: str = "") -> Iterator[tuple[Line, str]]:
