@@ -92,6 +92,36 @@ def test_values_that_are_columns_of_the_keys(form: str, impl: str) -> None:
 
 
 @each_impl
+@pytest.mark.parametrize("form", ["fp16", "int8"])
+def test_latent_of_576_with_values_of_512(form: str, impl: str) -> None:
+    """As MLA has it: one KV head, many query heads, the values are the first columns of the keys."""
+    cache = cache_of([33, 0], form, kv_heads=1, dim=576, dim_v=512, latent=True)
+    assert cache.shared and cache.head_dim_v == 512
+    check(queries(cache, 1, 17), cache, impl)
+
+
+@each_impl
+@pytest.mark.parametrize("form", ["fp16", "int4"])
+def test_where_pages_lie_changes_nothing(form: str, impl: str) -> None:
+    """The same keys behind another permutation of the pages, bit for bit; two sequences may also share theirs."""
+    cache = cache_of([70, 33, 70], form, dim=16, kv_heads=1)
+    cache.block_table[2] = cache.block_table[0]
+    order = torch.randperm(cache.k.shape[0], generator=torch.Generator().manual_seed(9))
+    moved = [x if x is None else torch.empty_like(x) for x in (cache.k, cache.v, cache.k_scale, cache.v_scale)]
+    for new, old in zip(moved, (cache.k, cache.v, cache.k_scale, cache.v_scale), strict=True):
+        if new is not None and old is not None:
+            new[order] = old
+    table = order.int()[cache.block_table.long()]
+    k, v, k_scale, v_scale = moved
+    assert k is not None and v is not None
+    other = PagedCache(k, v, table, cache.lengths, k_scale, v_scale)
+    q = queries(cache)
+    q[2] = q[0]
+    out = fk.decode(q, cache, impl=impl)
+    assert torch.equal(out, fk.decode(q, other, impl=impl)) and torch.equal(out[2], out[0])
+
+
+@each_impl
 def test_contiguous_cache(impl: str) -> None:
     k, v = torch.randn(2, 3, 90, 2, 24, generator=torch.Generator().manual_seed(0))
     lengths = torch.tensor([90, 5, 0], dtype=torch.int32)
@@ -141,14 +171,16 @@ def test_no_sequences(impl: str) -> None:
 
 
 @given(
-    lengths=st.lists(st.sampled_from([0, 1, 15, 16, 17, 63, 64, 65, 150]), min_size=1, max_size=4),
+    pages=st.lists(st.tuples(st.integers(0, 3), st.integers(-1, 1)), min_size=1, max_size=4),
     page=st.sampled_from([1, 5, 16, 64]), form=st.sampled_from(["fp32", "fp16", *QUANTISED]),
-    heads=st.sampled_from([(1, 1), (4, 2), (6, 1)]), tokens=st.integers(1, 4), seed=st.integers(0, 9),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (7, 1), (9, 3)]), tokens=st.integers(1, 4), seed=st.integers(0, 9),
 )  # fmt: skip
 @settings(max_examples=6 if INTERPRETED else 40)
 def test_any_batch(
-    lengths: list[int], page: int, form: str, heads: tuple[int, int], tokens: int, seed: int
+    pages: list[tuple[int, int]], page: int, form: str, heads: tuple[int, int], tokens: int, seed: int
 ) -> None:  # fmt: skip
+    """Lengths are whole pages, or one key more or less: among them 0 and 1."""
+    lengths = [max(0, count * page + more) for count, more in pages]
     cache = cache_of(lengths, form, kv_heads=heads[1], page=page, seed=seed)
     q = queries(cache, tokens, heads[0], seed=seed)
     check(q, cache, "torch")
@@ -156,9 +188,10 @@ def test_any_batch(
         check(q, cache, "triton")
 
 
-def test_a_long_sequence_beside_a_short_one() -> None:
-    cache = cache_of([100_000, 1], "int8", kv_heads=1, dim=16, page=128)
-    q = queries(cache, dtype=torch.float32, heads=2)
+@pytest.mark.parametrize("form", ["fp16", "int8"])
+def test_a_long_sequence_beside_a_short_one(form: str) -> None:
+    cache = cache_of([100_000, 1], form, kv_heads=1, dim=16, page=128)
+    q = queries(cache, dtype=torch.float16 if form == "fp16" else torch.float32, heads=2)
     check(q, cache, "torch")
 
 

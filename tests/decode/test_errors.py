@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import flashkernels as fk
+from flashkernels.compat.flash_attn import flash_attn_with_kvcache
 
-from .cases import cache_of, queries
+from .cases import cache_of, each_impl, queries
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "q-no-tensor": ({"q": [1]}, TypeError, "q must be a torch.Tensor, got list"),
@@ -40,7 +41,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "window": ({"window": (3,)}, ValueError, "window"),
     "softcap": ({"softcap": -1.0}, ValueError, "softcap=-1.0 must not be negative"),
     "causal": ({"causal": 1}, TypeError, "causal=1 must be a bool"),
-    "impl": ({"impl": "cuda"}, ValueError, "impl='cuda' is not one of 'auto', 'triton', 'torch'"),
+    "impl": ({"impl": "cuda"}, ValueError, "impl='cuda' is not one of 'auto', 'hopper', 'triton', 'torch'"),
 }
 
 
@@ -61,6 +62,25 @@ def test_lengths_and_table_are_checked_on_the_cpu() -> None:
     cache.block_table[1, 1] = -7
     with pytest.raises(ValueError, match=r"block_table\[1, 1\]=-7 of sequence 1, slot 1"):
         fk.decode(queries(cache), cache)
+
+
+@each_impl
+def test_a_page_that_is_not_there_is_named_by_all_that_read_it(impl: str) -> None:
+    cache = cache_of([9, 4, 20])
+    pages = cache.k.shape[0]
+    cache.block_table[2, 1] = pages
+    words = rf"block_table\[2, 1\]={pages} of sequence 2, slot 1, is not in 0 to {pages - 1}"
+    q = queries(cache)
+    with pytest.raises(ValueError, match=words):
+        fk.decode(q, cache, check=True, impl=impl)
+    with pytest.raises(ValueError, match=words):
+        fk.attention_paged(q[:, 0], cache, torch.arange(4).int(), 1, check=True, impl=impl)
+    with pytest.raises(ValueError, match=words):
+        fk.cascade_decode(q, cache_of([5]), cache, check=True, impl=impl)
+    with pytest.raises(ValueError, match=words):
+        flash_attn_with_kvcache(q, cache.k, cache.v, cache_seqlens=cache.lengths, block_table=cache.block_table)
+    cache.lengths[2] = 16  # then nobody needs the slot
+    fk.decode(q, cache, check=True, impl=impl)
 
 
 def test_no_gradients() -> None:

@@ -159,6 +159,29 @@ def test_bad_arguments_are_named(name: str) -> None:
         append(empty(), **arguments)
 
 
+@each_impl
+def test_wrong_table_is_named(impl: str) -> None:
+    cache = empty()
+    cache.block_table[2, 3] = 12
+    before = cache.k.clone()
+    with pytest.raises(ValueError, match=r"block_table\[2, 3\]=12 of sequence 2, slot 3, is not in 0 to 11"):
+        append(cache, *tokens(3, 4), impl=impl)
+    assert torch.equal(cache.k, before)
+
+
+def test_compiles_whole() -> None:
+    """And finds a wrong table, which it cannot read before the graph runs."""
+    eager, compiled = empty("int8"), empty("int8")
+    k, v = tokens(3, 4)
+    step = torch.compile(lambda cache: append(cache, k, v), fullgraph=True, backend="eager")
+    append(eager, k, v)
+    step(compiled)
+    assert torch.equal(eager.k, compiled.k) and torch.equal(eager.v_scale, compiled.v_scale)
+    compiled.block_table[2, 3] = 12
+    with pytest.raises(ValueError, match=r"block_table\[2, 3\]=12 of sequence 2, slot 3"):
+        step(compiled)
+
+
 def test_no_gradients() -> None:
     k, v = tokens(3, 1)
     with pytest.raises(fk.UnsupportedError, match="no gradients"):

@@ -99,6 +99,23 @@ def test_check_names_sequence_and_slot(slot: tuple[int, int], page: int, lengths
         cache.check()
 
 
+def test_check_names_the_first_of_many() -> None:
+    table = torch.full((3, 2), 9, dtype=torch.int32)
+    cache = PagedCache.allocate(4, 8, 1, 16, block_table=table, lengths=torch.tensor([0, 9, 16], dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"block_table\[1, 0\]=9 of sequence 1, slot 0"):
+        cache.check()
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)], ids=str)
+def test_check_of_a_table_without_entries(shape: tuple[int, int]) -> None:
+    cache = PagedCache.allocate(4, 8, 1, 16, block_table=torch.zeros(shape, dtype=torch.int32))
+    cache.check()
+    cache.lengths.add_(1)
+    if shape[0]:
+        with pytest.raises(ValueError, match=r"lengths\[0\]=1 is not in 0 to 0"):
+            cache.check()
+
+
 def test_check_ignores_entries_that_no_key_needs() -> None:
     table = torch.tensor([[2, 99], [-5, 7]], dtype=torch.int32)
     PagedCache.allocate(4, 8, 1, 16, block_table=table, lengths=torch.tensor([8, 0], dtype=torch.int32)).check()

@@ -12,7 +12,7 @@ TABLE = torch.tensor([[2, 0, 5], [1, 3, 4]], dtype=torch.int32)
 
 def filled(form: str) -> tuple[PagedCache, torch.Tensor]:
     lengths = torch.tensor([7, 3], dtype=torch.int32)
-    cache = PagedCache.allocate(6, 3, 2, 32, block_table=TABLE, format=form, lengths=lengths)
+    cache = PagedCache.allocate(6, 3, 2, 32, block_table=TABLE.clone(), format=form, lengths=lengths)
     k = torch.randn(2, 3, 2, 32, generator=torch.Generator().manual_seed(0))
     append(cache, k, -k)
     return cache, k
@@ -49,8 +49,17 @@ def test_copy_reads_before_it_writes(form: str) -> None:
             assert torch.equal(new[[1, 0]], old[[0, 1]]) and torch.equal(new[2:], old[2:])
 
 
+def test_gather_names_a_page_that_is_not_there() -> None:
+    cache, _ = filled("fp32")
+    cache.block_table[0, 1] = 6
+    with pytest.raises(ValueError, match=r"block_table\[0, 1\]=6 of sequence 0, slot 1, is not in 0 to 5"):
+        gather(cache)
+
+
 def test_copy_names_what_is_wrong() -> None:
     cache, _ = filled("fp32")
+    with pytest.raises(ValueError, match=r"target=\[6\] names a page that is not in 0 to 5"):
+        copy_pages(cache, torch.zeros(1).int(), torch.tensor([6]))
     with pytest.raises(TypeError, match=r"source.dtype=torch.float32"):
         copy_pages(cache, torch.ones(1), torch.ones(1).int())
     with pytest.raises(ValueError, match=r"target has shape \(2,\)"):

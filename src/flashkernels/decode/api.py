@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from flashkernels import hardware
+from flashkernels.decode.hopper import tiles as hopper_tiles
 from flashkernels.decode.problem import DecodeProblem
 from flashkernels.decode.tensors import Call, Run, empty_lse, empty_output
 from flashkernels.decode.validation import MOST_TOKENS, described
 from flashkernels.dispatch import Impl, UnsupportedError, lacks_triton, leaves_the_cpu, select
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import unwatched
-from flashkernels.kvcache.cache import PagedCache
+from flashkernels.kvcache.cache import PagedCache, readable
 from flashkernels.tiling import override
 
 LARGEST_DIM = 576
@@ -34,6 +35,7 @@ def needs_triton(problem: DecodeProblem, gpu: Gpu | None) -> str | None:
 
 # Best first. "auto" takes the first row that does not reject the problem.
 IMPLS = (
+    Impl("hopper", "flashkernels.decode.hopper.decode", rejects=hopper_tiles.rejects),
     Impl("triton", "flashkernels.decode.triton.decode", rejects=needs_triton, defers=leaves_the_cpu),
     Impl("torch", "flashkernels.decode.reference"),
 )
@@ -65,8 +67,9 @@ def decode(
         return_lse: also return the natural log-sum-exp of the logits, fp32.
         batch_invariant: bitwise the same result for a sequence whatever else is in the batch: its keys are cut at fixed
             places and the parts are merged in order. Costs speed where sequences are few and long.
-        check: raise where a length or an entry of the block table is out of range, with the sequence and the slot. This
-            waits for the device; on the CPU it is always done. Without it a wrong table reads wrong memory.
+        check: raise where a length or an entry of the block table is out of range, with the sequence and the slot:
+            `PagedCache.check`. This waits for the device; on the CPU it is always done. Without it a wrong table reads
+            wrong memory.
         impl: "auto", or the name of the one implementation that must serve.
 
     Returns:
@@ -107,7 +110,7 @@ def attention_paged(
         q: (total, H, D); the queries of sequence b are rows cu_seqlens_q[b] to cu_seqlens_q[b + 1], its newest tokens.
         cu_seqlens_q: (B + 1,) int32 on q's device, from 0 to total.
         max_seqlen_q: upper bound of the queries of a sequence. On the CPU it is checked; on a GPU nothing depends on it
-            but the choice of tiles.
+            but the choice of tiles, unless `check` asks for it.
         The other arguments are those of `decode`.
 
     Returns:
@@ -161,8 +164,11 @@ def run(
     q, cache = call.q, call.cache
     if not isinstance(cache, PagedCache):
         raise TypeError(f"cache must be a kvcache.PagedCache, got {type(cache).__name__}")
-    if check or (isinstance(q, Tensor) and not q.is_cuda and not q.is_meta and not torch.compiler.is_compiling()):
+    if check or readable(cache.k):
         cache.check()
+    if check and call.cu_seqlens_q is not None:
+        described(call, tokens, causal, softmax_scale, window, softcap)
+        _check_ragged(call, tokens)
     watched = (q, cache.k, cache.lengths, call.tree_mask, call.alibi_slopes, call.sinks)
     if isinstance(window, tuple) and unwatched(watched):
         settings = (tokens, causal, softmax_scale, window, softcap, need_lse, batch_invariant, impl)
@@ -202,7 +208,7 @@ def _launched(
 
 
 def _check_ragged(call: Call, longest: int) -> None:
-    """The values of the cumulative lengths, where they can be read without waiting for a device."""
+    """The values of the cumulative lengths. Waits for the device."""
     assert call.cu_seqlens_q is not None
     ends = call.cu_seqlens_q
     counts = ends.diff()

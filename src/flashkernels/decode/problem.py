@@ -43,6 +43,7 @@ class DecodeProblem:
     total: int = 0  # query rows; of a dense batch batch * tokens
     need_lse: bool = False
     batch_invariant: bool = False
+    unaddressable: str = ""  # why TMA and wide copies cannot read the cache
     device: str = "cuda"
 
     def __post_init__(self) -> None:

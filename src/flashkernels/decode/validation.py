@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashkernels.attention.tensors import unaddressable
 from flashkernels.attention.validation import check_count, check_extra, check_numbers
 from flashkernels.decode.problem import DecodeProblem
 from flashkernels.decode.tensors import Call
+from flashkernels.kvcache.cache import PagedCache
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 MOST_TOKENS = 16
@@ -40,8 +42,23 @@ def described(
         window=window, softcap=softcap != 0, positive_scale=softmax_scale is None or softmax_scale > 0,
         alibi=call.alibi_slopes is not None, sinks=call.sinks is not None, tree=call.tree_mask is not None,
         ragged=ragged, total=q.shape[0] if ragged else 0, need_lse=need_lse, batch_invariant=batch_invariant,
-        device=q.device.type,
+        unaddressable=unaddressable_cache(cache) if q.is_cuda else "", device=q.device.type,
     )  # fmt: skip
+
+
+def unaddressable_cache(cache: PagedCache) -> str:
+    """Why TMA cannot read the pages, or copies of 4 bytes and more the scales of their tokens; or nothing."""
+    for name, pages in (("k", cache.k), ("v", cache.v)):
+        if reason := unaddressable(pages):
+            return f"{name}: {reason}"
+    for name, scale in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)):
+        if scale is None or scale.dim() == 1:
+            continue
+        each = max(2, scale.shape[3] if scale.dim() == 4 else 0)  # fp16 numbers that are copied together
+        steps = scale.stride()[: 3 if scale.dim() == 4 else 2]
+        if scale.stride(-1) != 1 or any(step % each for step in steps) or scale.data_ptr() % (2 * each):
+            return f"{name}: strides {scale.stride()} and its address do not let {each} be copied together"
+    return ""
 
 
 def _check_q(call: Call, rank: int) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flashkernels.jit import driver
 
-SLOT = 512  # ints that one launch may use
-SLOTS = 1024
+SLOT = 2048  # ints that one launch may use
+SLOTS = 512
 
 _lock = threading.Lock()
 _pools: dict[int, Tensor] = {}

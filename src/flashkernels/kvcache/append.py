@@ -13,7 +13,7 @@ from flashkernels.fused.rope import rope
 from flashkernels.fused.rows import DTYPES, Plans, RowProblem, Run, check_rows, gpu_of
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import unwatched
-from flashkernels.kvcache.cache import PagedCache
+from flashkernels.kvcache.cache import PagedCache, readable
 
 
 def needs_triton(problem: RowProblem, gpu: Gpu | None) -> str | None:
@@ -61,8 +61,9 @@ def append(
             outside the tables gives NaN (on the CPU an error).
         interleaved, rotary_dim: as of `fk.rope`.
         cu_seqlens: (B + 1,) int32: the tokens of sequence b are rows cu_seqlens[b] to cu_seqlens[b + 1].
-        check: raise where the block table or a length is wrong, with the sequence and the slot. This waits for the
-            device. Without it, on a GPU, a token whose place is not in 0 to capacity - 1 is left out.
+        check: raise where the block table or a length is wrong, with the sequence and the slot: `PagedCache.check`.
+            This waits for the device; on the CPU it is always done. Without it a token whose place is not in 0 to
+            capacity - 1 is left out, and a wrong page writes to wrong memory.
         impl: "auto", or the name of the one implementation that must serve.
 
     >>> import torch
@@ -76,7 +77,7 @@ def append(
     True
     """
     _check(cache, k, v, cos, sin, position_ids, cu_seqlens, rotary_dim)
-    if check or not k.is_cuda:
+    if check or readable(k):
         cache.check()
         _check_places(cache, k, cu_seqlens)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (k, v)):
@@ -240,6 +241,10 @@ def append_op(
     tensors = (
         k_pages, v_pages, k_scale, v_scale, block_table, lengths, k, v, cos, sin, position_ids, cu_seqlens
     )  # fmt: skip
+    if not k.is_cuda:  # under compile nothing was read before
+        cache = PagedCache(*_cache_tensors(tensors))
+        cache.check()
+        _check_places(cache, k, cu_seqlens)
     _planned(tensors, Append(rotary_dim, interleaved, impl))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashkernels.dispatch import UnsupportedError
 from flashkernels.formats import Format, lookup
 
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "int4",
@@ -156,23 +157,38 @@ class PagedCache:
 
     def check(self) -> None:
         """Raises where a length is over the capacity, or the block table names a page that is not there, with the
-        sequence and the slot. Reads the values, so it waits for the device."""
-        lengths = self.lengths
-        wrong = (lengths < 0) | (lengths > self.capacity)
-        if wrong.any():
-            b = int(wrong.nonzero()[0])
-            raise ValueError(
-                f"lengths[{b}]={int(lengths[b])} is not in 0 to {self.capacity}, the capacity of sequence {b}"
-            )
-        slots = torch.arange(self.block_table.shape[1], device=lengths.device)
+        sequence and the slot. What is wrong is found on the device and read once, so this waits for the device; while a
+        CUDA graph is captured it cannot, and raises `UnsupportedError`. `check=True` of an op is this call."""
+        if self.k.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError("check=True waits for the device, which a graph under capture cannot: check before")
+        lengths, table = self.lengths, self.block_table
+        slots = torch.arange(table.shape[1], device=lengths.device)
         used = slots < ((lengths + self.page_size - 1) // self.page_size)[:, None]
-        wrong = used & ((self.block_table < 0) | (self.block_table >= self.k.shape[0]))
-        if wrong.any():
-            b, slot = (int(x) for x in wrong.nonzero()[0])
-            page = int(self.block_table[b, slot])
+        found = (
+            *_first((lengths < 0) | (lengths > self.capacity), lengths),
+            *_first(used & ((table < 0) | (table >= self.k.shape[0])), table),
+        )
+        wrong_length, b, length, wrong_page, at, page = torch.stack(found).tolist()
+        if wrong_length:
+            raise ValueError(f"lengths[{b}]={length} is not in 0 to {self.capacity}, the capacity of sequence {b}")
+        if wrong_page:
+            b, slot = divmod(at, table.shape[1])
             raise ValueError(
                 f"block_table[{b}, {slot}]={page} of sequence {b}, slot {slot}, is not in 0 to {self.k.shape[0] - 1}"
             )
+
+
+def readable(x: Tensor) -> bool:
+    """Whether values can be read without waiting for a device: they are then always checked."""
+    return not x.is_cuda and not x.is_meta and not torch.compiler.is_compiling()
+
+
+def _first(wrong: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Whether any value is wrong, where the first such one is among all of them, and what it is; on the device."""
+    if not values.numel():
+        return (torch.zeros((), dtype=torch.int64, device=values.device),) * 3
+    there, at = wrong.flatten().int().max(0)
+    return there.long(), at, values.flatten()[at].long()
 
 
 def _shared(k: Tensor, v: Tensor | None) -> bool:

@@ -8,15 +8,21 @@ import torch
 from torch import Tensor
 
 from flashkernels.formats import decode
-from flashkernels.kvcache.cache import PagedCache
+from flashkernels.kvcache.cache import PagedCache, readable
 
 
-def gather(cache: PagedCache, length: int = 0, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+def gather(
+    cache: PagedCache, length: int = 0, dtype: torch.dtype | None = None, *, check: bool = False
+) -> tuple[Tensor, Tensor]:
     """The first `length` (0: all that fit) keys and values of each sequence, dequantised, zeros past its own length.
+
+    Args:
+        check: raise where the block table or a length is wrong, with the sequence and the slot: `PagedCache.check`. On
+            the CPU it is always done.
 
     Returns:
         k (B, length, H_kv, D) and v (B, length, H_kv, D_v), in `dtype`: by default that of the pages, fp32 for
-        quantised ones. Nothing waits for the device.
+        quantised ones. Without `check` nothing waits for the device.
 
     >>> import torch
     >>> pages = torch.arange(6.0).view(3, 2, 1, 1)
@@ -27,6 +33,8 @@ def gather(cache: PagedCache, length: int = 0, dtype: torch.dtype | None = None)
     length = length or cache.capacity
     if not 0 <= length <= cache.capacity:
         raise ValueError(f"length={length} is not in 0 to {cache.capacity}, the capacity")
+    if check or readable(cache.k):
+        cache.check()
     if dtype is None:
         dtype = torch.float32 if cache.format.quantised else cache.k.dtype
     at = torch.arange(length, device=cache.k.device)
@@ -54,6 +62,8 @@ def copy_pages(cache: PagedCache, source: Tensor, target: Tensor) -> None:
             raise ValueError(f"{name} has shape {tuple(pages.shape)}; both must be (n,)")
         if pages.device != cache.k.device:
             raise ValueError(f"{name}.device={pages.device} differs from that of the cache, {cache.k.device}")
+        if readable(pages) and ((pages < 0) | (pages >= cache.k.shape[0])).any():
+            raise ValueError(f"{name}={pages.tolist()} names a page that is not in 0 to {cache.k.shape[0] - 1}")
     for x in _stored(cache):
         x.index_copy_(0, target.long(), x.index_select(0, source.long()))
 

@@ -39,6 +39,7 @@ from flashkernels.formats import FORMATS
 from flashkernels.hardware import GPUS, Gpu
 from flashkernels.jit.launch import Launcher, compile_options
 from flashkernels.kvcache.triton.append import as_bytes
+from flashkernels.tiling.tile import LARGEST_PART
 
 FAR = 1 << 30  # a window wider than any sequence; keeps positions inside 32 bits
 CAREFUL = tl.constexpr(16)  # keys and columns at a time where V holds NaN or Inf
@@ -569,8 +570,11 @@ def constants(
     form = FORMATS[problem.format]
     packed = tiles.packed(problem, k, v)
     pairs = packed > form.packed
-    cut = tiles.chunks(problem.head_dim, packed)
-    cut_v = tiles.chunks(problem.head_dim_v, packed, tiles.narrowest(tile.block_m))
+    most = tiles.CHAIN if problem.dtype == "fp32" and not form.quantised else LARGEST_PART
+    cut = tiles.chunks(problem.head_dim, packed, most=most)
+    # where they may be those of K, V has the same chunks
+    widest = most if problem.shared else LARGEST_PART
+    cut_v = tiles.chunks(problem.head_dim_v, packed, tiles.narrowest(tile.block_m), widest)
     left, right = problem.band
     several = problem.ragged or problem.tokens > 1
     right_hides = right >= 0 and several  # the newest token sees all keys

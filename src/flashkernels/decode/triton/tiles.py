@@ -8,10 +8,12 @@ from flashkernels.decode.problem import DecodeProblem
 from flashkernels.formats import FORMATS
 from flashkernels.hardware import Gpu
 from flashkernels.tiling import decomposed, override
+from flashkernels.tiling.tile import LARGEST_PART
 
 INTERPRETED_PROGRAMS = 3  # enough for ranges that start and end inside a sequence
 SCRATCH = 12 * 1024  # bytes of shared memory beside the stages: layouts change there
 ROOMY = 160 * 1024  # shared memory of a block that holds 64 rows of wide queries
+CHAIN = 32  # products of fp32 in one sum: a longer chain of roundings is worse than torch's
 CHUNK = 2048  # keys of one part where the result must not depend on the batch
 
 
@@ -80,13 +82,14 @@ def packed(problem: DecodeProblem, *strides: tuple[int, ...]) -> int:
     return 2 * form.packed if form.quantised and even else form.packed
 
 
-def chunks(dim: int, packed: int, least: int = 16) -> tuple[int, ...]:
-    """The powers of two, none below `least`, that a row is cut into, counted in elements of `packed` numbers.
+def chunks(dim: int, packed: int, least: int = 16, most: int = LARGEST_PART) -> tuple[int, ...]:
+    """The powers of two, from `least` to `most`, that a row is cut into, counted in elements of `packed` numbers.
 
-    >>> chunks(72, 1), chunks(72, 1, 32), chunks(128, 4), chunks(576, 1)
-    ((64, 16), (64, 32), (32,), (256, 256, 64))
+    >>> chunks(72, 1), chunks(72, 1, 32), chunks(128, 4), chunks(576, 1), chunks(72, 1, most=32)
+    ((64, 16), (64, 32), (32,), (256, 256, 64), (32, 32, 16))
     """
-    return decomposed(-(-dim // packed // least) * least)
+    sizes = decomposed(-(-dim // packed // least) * least)
+    return tuple(piece for size in sizes for piece in (min(size, most),) * max(1, size // most))
 
 
 def narrowest(block_m: int) -> int:

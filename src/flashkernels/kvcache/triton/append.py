@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashkernels.formats import LARGEST_SCALE, SMALLEST_SCALE, Format, lookup
+from flashkernels.formats import SMALLEST_SCALE, Format, lookup
 from flashkernels.fused.rows import RowProblem, Run
 from flashkernels.fused.triton.blocks import ELEMENTS, PER_THREAD, Launch
 from flashkernels.hardware import Gpu
@@ -17,7 +17,9 @@ from flashkernels.kvcache.append import Append
 from flashkernels.kvcache.cache import DTYPES
 
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it leaves no bits for a fraction, so fp32 rounds to even
+ROUND_BITS = tl.constexpr(0x4B400000)  # its bits, to which a whole number was added
 SMALLEST = tl.constexpr(SMALLEST_SCALE)
+HUGE = tl.constexpr(3e38)
 SEARCH = 1024  # sequences looked at together
 
 
@@ -51,18 +53,51 @@ def turned(rows, cols, inside, cos_ptr, sin_ptr, position, positions, stride_c, 
         known = turns & (position >= 0) & (position < positions)
         cos = tl.load(cos_ptr + position * stride_c + pair, mask=known, other=float("nan")).to(tl.float32)
         sin = tl.load(sin_ptr + position * stride_s + pair, mask=known, other=float("nan")).to(tl.float32)
-        x = tl.where(turns, x * cos + tl.where(first, -y, y) * sin, x)
+        # Rounded one by one, as torch does: a product and a sum in one would move codes that lie on an edge.
+        x = tl.where(turns, tl.fma(x, cos, 0.0) + tl.fma(tl.where(first, -y, y), sin, 0.0), x)
     return x
 
 
 @triton.jit
-def scale_up(largest, broken, MOST: tl.constexpr, TOP: tl.constexpr):
-    """The fp16 scale of rows or groups whose largest number is this, rounded up; NaN where they are broken."""
-    wide = tl.minimum(tl.maximum(tl.div_rn(largest, tl.full(largest.shape, MOST, tl.float32)), SMALLEST), TOP)
+def scale_up(largest, AIM: tl.constexpr, TOP: tl.constexpr):
+    """The fp16 scale, rounded up, by which the largest number of rows or groups becomes AIM."""
+    wide = tl.minimum(tl.maximum(tl.div_rn(largest, tl.full(largest.shape, AIM, tl.float32)), SMALLEST), TOP)
     scale = wide.to(tl.float16)
     above = (scale.to(tl.int16, bitcast=True) + 1).to(tl.float16, bitcast=True)
-    scale = tl.where(scale.to(tl.float32) < wide, above, scale)
-    return tl.where(broken, float("nan"), scale).to(tl.float16)
+    return tl.where(scale.to(tl.float32) < wide, above, scale)
+
+
+@triton.jit
+def left_over(x, scale, MOST: tl.constexpr, FRACTION: tl.constexpr, UNIT: tl.constexpr):
+    """The squared error of rows or groups x (..., N) under scales (...), counted in whole units: see formats.py."""
+    wide = scale.to(tl.float32)
+    y = x * tl.expand_dims(tl.div_rn(tl.full(wide.shape, 1.0, tl.float32), wide), -1)
+    y = tl.minimum(y, HUGE)  # changes nothing, but keeps the compiler from fusing the product with the difference below
+    if FRACTION > 0:
+        DROPPED: tl.constexpr = 23 - FRACTION
+        near = (y.to(tl.int32, bitcast=True) + (1 << (DROPPED - 1)) & -(1 << DROPPED)).to(tl.float32, bitcast=True)
+    else:
+        near = tl.minimum(tl.maximum(y, -MOST), MOST) + ROUND - ROUND
+    units = ((y - near) * (1 / UNIT) + ROUND).to(tl.int32, bitcast=True) - ROUND_BITS
+    return tl.sum(units * units, len(x.shape) - 1).to(tl.float32) * (wide * wide)
+
+
+@triton.jit
+def scale_of(
+    x, broken, MOST: tl.constexpr, TOP: tl.constexpr, AIMS: tl.constexpr, FRACTION: tl.constexpr, UNIT: tl.constexpr
+):  # fmt: skip
+    """The fp16 scales (...) of rows or groups x (..., N): of the format's aims the one that leaves the least error; NaN
+    where they are broken."""
+    largest = tl.max(tl.abs(x), len(x.shape) - 1)
+    best = scale_up(largest, AIMS[0], TOP)
+    if len(AIMS) > 1:
+        least = left_over(x, best, MOST, FRACTION, UNIT)
+        for i in tl.static_range(1, len(AIMS)):
+            scale = scale_up(largest, AIMS[i], TOP)
+            error = left_over(x, scale, MOST, FRACTION, UNIT)
+            best = tl.where(error < least, scale, best)
+            least = tl.minimum(error, least)
+    return tl.where(broken, float("nan"), best).to(tl.float16)
 
 
 @triton.jit
@@ -77,7 +112,7 @@ def small(x, scale, MOST: tl.constexpr):
 def put(
     x, inside, head, heads, rows_ptr, scale_ptr, scale_rows, stride_h,
     DIM: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, MOST: tl.constexpr, TOP: tl.constexpr,
-    STATIC: tl.constexpr, GROUPS: tl.constexpr,
+    AIMS: tl.constexpr, FRACTION: tl.constexpr, UNIT: tl.constexpr, STATIC: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Stores heads x (HEADS, WIDTH) at `rows_ptr`, which is at their token, with their scales."""
     HEADS: tl.constexpr = x.shape[0]
@@ -93,7 +128,7 @@ def put(
             if STATIC:
                 scale = tl.load(scale_ptr + head, mask=here, other=1.0)[:, None, None]
             else:
-                each = scale_up(tl.max(tl.abs(groups), 2), broken[:, None], MOST, TOP)
+                each = scale_of(groups, broken[:, None], MOST, TOP, AIMS, FRACTION, UNIT)
                 at = tl.arange(0, WIDTH // 32)[None, :]
                 tl.store(scale_rows + at, each, mask=here[:, None] & (at < GROUPS))
                 scale = each[:, :, None]
@@ -106,7 +141,7 @@ def put(
             if STATIC:
                 scale = tl.load(scale_ptr + head, mask=here, other=1.0)
             else:
-                scale = scale_up(tl.max(tl.abs(x), 1), broken, MOST, TOP)
+                scale = scale_of(x, broken, MOST, TOP, AIMS, FRACTION, UNIT)
                 tl.store(scale_rows, scale[:, None], mask=here[:, None])
             y = small(x, scale[:, None], MOST)
             if KIND == "int8":
@@ -132,8 +167,9 @@ def append_kernel(
     stride_tb: tl.int64, stride_c: tl.int64, stride_s: tl.int64, stride_pb: tl.int64, stride_pt: tl.int64,
     tokens: tl.int64, batch, positions: tl.int64, blocks: tl.int64, heads, capacity, page_size,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
-    KIND: tl.constexpr, MOST: tl.constexpr, TOP: tl.constexpr, STATIC: tl.constexpr, GROUPS: tl.constexpr,
-    GROUPS_V: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, SEARCH: tl.constexpr,
+    KIND: tl.constexpr, MOST: tl.constexpr, TOP: tl.constexpr, AIMS: tl.constexpr, FRACTION: tl.constexpr,
+    UNIT: tl.constexpr, STATIC: tl.constexpr, GROUPS: tl.constexpr, GROUPS_V: tl.constexpr, TURNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     row = pid // blocks
@@ -165,7 +201,7 @@ def append_kernel(
     if KIND != "plain" and not STATIC:
         scale_rows = k_scale_ptr + page * stride_ap + slot * stride_as + head.to(tl.int64)[:, None] * stride_ah
     put(x, inside, head, heads, k_pages_ptr + page * stride_kp + slot * stride_ks, k_scale_ptr, scale_rows, stride_kph,
-        DIM, WIDTH, KIND, MOST, TOP, STATIC, GROUPS)  # fmt: skip
+        DIM, WIDTH, KIND, MOST, TOP, AIMS, FRACTION, UNIT, STATIC, GROUPS)  # fmt: skip
     if v_ptr is not None:
         cols = tl.arange(0, WIDTH_V)[None, :]
         inside = here & (cols < DIM_V)
@@ -175,7 +211,7 @@ def append_kernel(
         if KIND != "plain" and not STATIC:
             scale_rows = v_scale_ptr + page * stride_bp + slot * stride_bs + head.to(tl.int64)[:, None] * stride_bh
         put(x, inside, head, heads, v_pages_ptr + page * stride_vp + slot * stride_vs, v_scale_ptr, scale_rows,
-            stride_vph, DIM_V, WIDTH_V, KIND, MOST, TOP, STATIC, GROUPS_V)  # fmt: skip
+            stride_vph, DIM_V, WIDTH_V, KIND, MOST, TOP, AIMS, FRACTION, UNIT, STATIC, GROUPS_V)  # fmt: skip
 
 
 def constants(form: Format, heads: int, dim: int, dim_v: int, static: bool, call: Append) -> dict[str, Any]:
@@ -186,9 +222,9 @@ def constants(form: Format, heads: int, dim: int, dim_v: int, static: bool, call
     return {
         "HEADS": max(1, min(triton.next_power_of_2(heads), ELEMENTS // max(width, width_v))), "DIM": dim,
         "DIM_V": dim_v, "WIDTH": width, "WIDTH_V": width_v, "KIND": kind, "MOST": float(form.most),
-        "TOP": LARGEST_SCALE / form.most if form.packed > 1 else LARGEST_SCALE, "STATIC": static,
-        "GROUPS": form.groups(dim), "GROUPS_V": form.groups(dim_v), "TURNED": call.rotary_dim,
-        "INTERLEAVED": call.interleaved, "SEARCH": SEARCH,
+        "TOP": form.largest_scale if form.quantised else 0.0, "AIMS": tuple(map(float, form.aims)),
+        "FRACTION": form.fraction, "UNIT": form.unit, "STATIC": static, "GROUPS": form.groups(dim),
+        "GROUPS_V": form.groups(dim_v), "TURNED": call.rotary_dim, "INTERLEAVED": call.interleaved, "SEARCH": SEARCH,
     }  # fmt: skip
 
 

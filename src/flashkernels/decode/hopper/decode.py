@@ -1,0 +1,124 @@
+"""The Hopper decode: compiles a variant of `decode.cu`, fills in its parameters and launches it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+
+import torch
+from torch import Tensor
+
+from flashkernels.decode.hopper import source, tiles
+from flashkernels.decode.hopper.source import PIECES, DecodeVariant
+from flashkernels.decode.problem import DecodeProblem
+from flashkernels.decode.tensors import Call, Run, empty_lse, empty_output
+from flashkernels.hardware import Gpu
+from flashkernels.jit import driver, nvrtc
+from flashkernels.jit.counters import counters
+
+LOG2E = 1.4426950408889634
+POINTERS = (
+    "k", "v", "q", "k_scale", "v_scale", "table", "lengths", "slopes", "sinks", "out", "lse", "parts", "counters",
+)  # fmt: skip
+STRIDES = (
+    "k_page", "k_head", "v_page", "v_head", "q_batch", "q_head", "out_batch", "out_head", "k_scale_page",
+    "k_scale_slot", "k_scale_head", "v_scale_page", "v_scale_slot", "v_scale_head", "table_batch", "slope_batch",
+)  # fmt: skip
+
+
+class Params(ctypes.Structure):
+    """`Params` of decode_params.cuh, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_int64) for name in STRIDES),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        *((name, ctypes.c_int) for name in ("batch", "kv_heads", "page_size", "left", "most_pieces")),
+    )
+
+
+ADDRESSES, SCALES = struct.Struct(f"{len(POINTERS)}Q"), struct.Struct("2f")
+
+
+@functools.cache
+def kernel(variant: DecodeVariant) -> driver.Kernel:
+    """The variant's machine code, compiled once in a process and once on a machine."""
+    return driver.Kernel(nvrtc.compile(*source.program(variant)), "decode", variant.shared)
+
+
+def plan(problem: DecodeProblem, gpu: Gpu | None, call: Call) -> Run:
+    """Chooses the variant, compiles it, and lays out all of a launch that the signature decides."""
+    assert gpu is not None
+    k_page, k_slot, k_head = bytes_between(call.cache.k)
+    v_page, v_slot, v_head = bytes_between(call.cache.v)
+    variant = tiles.variant_of(problem, k_slot, v_slot)
+    code = kernel(variant)
+    grid = gpu.sms * variant.tile.per_sm
+    threads = 32 * variant.tile.warps
+    most_pieces = max(gpu.sms * PIECES, problem.kv_heads)
+    # queries are read 8 bytes at a time
+    copied = call.q.stride(-1) != 1 or any(step % 4 for step in call.q.stride()[:3]) or call.q.data_ptr() % 8 != 0
+    q = call.q.contiguous() if copied else call.q
+    device = q.device.index
+    empty = problem.batch == 0
+    out = empty_output(q, problem.head_dim_v)
+    slopes = call.alibi_slopes
+    none = (0, 0, 0)
+    buffer = ctypes.create_string_buffer(ctypes.sizeof(Params) + 64)
+    offset = -ctypes.addressof(buffer) % 64
+    address = ctypes.addressof(buffer) + offset
+    block = Params.from_buffer(buffer, offset)
+    numbers = (
+        k_page, k_head, v_page, v_head, q.stride(0), q.stride(2), out.stride(0), out.stride(2),
+        *(none if problem.scales != "token" else _three(call.cache.k_scale)),
+        *(none if problem.scales != "token" else _three(call.cache.v_scale)),
+        call.cache.block_table.stride(0), problem.heads if slopes is not None and slopes.dim() == 2 else 0,
+    )  # fmt: skip
+    for name, value in zip(STRIDES, numbers, strict=True):
+        setattr(block, name, value)
+    block.batch, block.kv_heads, block.page_size = problem.batch, problem.kv_heads, problem.page_size
+    block.most_pieces = most_pieces
+    block.left = min(max(problem.window[0], 0), 1 << 30)
+    write_addresses = functools.partial(ADDRESSES.pack_into, buffer, offset + Params.k.offset)
+    write_scales = functools.partial(SCALES.pack_into, buffer, offset + Params.scale.offset)
+    lock = threading.Lock()
+    part_floats = most_pieces * 2 * problem.group * (problem.head_dim_v + 2)
+
+    def run(call: Call, softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return run(call, softmax_scale, softcap)
+        q, cache, _, slopes, sinks, _ = call
+        if copied:
+            q = q.contiguous()
+        out = empty_output(q, problem.head_dim_v)
+        lse = empty_lse(q) if problem.need_lse else None
+        if empty:
+            return out, lse
+        parts = q.new_empty(part_floats, dtype=torch.float32)
+        slopes, sinks = (None if x is None else x.to(torch.float32).contiguous() for x in (slopes, sinks))
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        count = counters(device, stream)
+        with lock:
+            own = (cache.k_scale, cache.v_scale, cache.block_table, cache.lengths)
+            tensors = (cache.k, cache.v, q, *own, slopes, sinks, out, lse, parts)
+            write_addresses(*(0 if x is None else x.data_ptr() for x in tensors), count)
+            write_scales(softmax_scale / softcap if softcap else softmax_scale * LOG2E, softcap * LOG2E)
+            code.launch(grid, threads, stream, address)
+        return out, lse
+
+    return run
+
+
+def bytes_between(pages: Tensor) -> tuple[int, ...]:
+    """From one page, slot and head to the next. Of one alone it does not matter."""
+    sizes = zip(pages.shape[:3], pages.stride()[:3], strict=True)
+    return tuple(step * pages.element_size() if n > 1 else 16 for n, step in sizes)
+
+
+def _three(scales: Tensor | None) -> tuple[int, ...]:
+    """(page, slot, head) strides of the scales of tokens."""
+    assert scales is not None
+    return scales.stride()[:3]
