@@ -42,12 +42,31 @@ def gradients(outputs: tuple[Tensor, ...], inputs: list[Tensor]) -> tuple[Tensor
     return torch.autograd.grad(made, inputs, weighted, materialize_grads=True)
 
 
+def delta_noise(out: Tensor, lse: Tensor, inputs: list[Tensor], layout: str) -> tuple[Tensor, ...]:
+    """What roundings of delta = rowsum(dO * O) do to the gradients, in units of the rounding.
+
+    dS = P (dP - delta). Plain torch makes delta of the very P and dP that it is subtracted from, so that where a row
+    sees one key (or almost only one) the roundings cancel. A fused backward makes it of the output. Its error in a row
+    is that of a sum of the terms dO * O, of either sign; and as delta also has -dL in it, an error of delta does to
+    the gradients what a dL of that size does.
+    """
+    if not lse.requires_grad:
+        return tuple(map(torch.zeros_like, inputs))
+    terms = (weights_like(out)[0].to(out) * out.detach()).norm(dim=-1)
+    if layout == "bshd":
+        terms = terms.transpose(-1, -2)
+    signs = torch.randint(0, 2, terms.shape, generator=torch.Generator().manual_seed(3)) * 2 - 1
+    return torch.autograd.grad(lse, inputs, terms * signs.to(terms), retain_graph=True, materialize_grads=True)
+
+
 def assert_same_gradients(
-    got: tuple[Tensor, ...], plain: tuple[Tensor, ...], want: tuple[Tensor, ...], dtype: torch.dtype
-) -> None:
+    got: tuple[Tensor, ...], plain: tuple[Tensor, ...], want: tuple[Tensor, ...], noise: tuple[Tensor, ...],
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
     """At most twice the error that autograd makes through plain torch in the same dtype, and a few roundings."""
-    for i, (g, p, w) in enumerate(zip(got, plain, want, strict=True)):
-        oracle.assert_close(g, p, w, w.abs().max().expand_as(w) if w.numel() else w, dtype, name=f"gradient {i}")
+    for i, (g, p, w, n) in enumerate(zip(got, plain, want, noise, strict=True)):
+        scale = w.abs().max() + n.abs() if w.numel() else w
+        oracle.assert_close(g, p, w, scale, dtype, name=f"gradient {i}")
 
 
 def check(
@@ -81,13 +100,35 @@ def _compare(
     with_lse: bool, also: tuple[str, ...], features: dict[str, Any],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     tensors = (*qkv, *(features[name] for name in also))
-
-    def run(function: Callable[..., Any], dtype: torch.dtype | None) -> tuple[Tensor, ...]:
-        inputs = leaves(*(x if dtype is None else x.to(dtype) for x in tensors))
-        out, lse = function(*inputs[:3], **{**features, **dict(zip(also, inputs[3:], strict=True))})[:2]
-        return gradients((out, lse) if with_lse else (out,), inputs)
-
-    got = run(ours, None)
-    assert_same_gradients(got, run(plain, None), run(exact, torch.float64), qkv[0].dtype)
+    out, lse, inputs = _call(ours, tensors, None, also, features)
+    got = gradients((out, lse) if with_lse else (out,), inputs)
+    assert_same_gradients(got, *expected(qkv, plain, exact, with_lse, also, features), qkv[0].dtype)
     assert all(g.dtype == x.dtype and g.shape == x.shape for g, x in zip(got, tensors, strict=True))
     return got
+
+
+def expected(
+    qkv: tuple[Tensor, ...], plain: Callable[..., Any] = oracle.naive, exact: Callable[..., Any] = oracle.attention,
+    with_lse: bool = True, also: tuple[str, ...] = (), features: dict[str, Any] | None = None,
+) -> tuple[tuple[Tensor, ...], ...]:  # fmt: skip
+    """Of the gradients: what plain torch makes of them, the truth, and their noise."""
+    features = features or {}
+    tensors = (*qkv, *(features[name] for name in also))
+    near, truth = (_call(f, tensors, dtype, also, features) for f, dtype in ((plain, None), (exact, torch.float64)))
+    # the slopes have none: the fused backward takes delta's error back there, where distances would multiply it
+    noise = tuple(
+        torch.zeros_like(n) if name == "alibi_slopes" else n
+        for name, n in zip(("q", "k", "v", *also), delta_noise(*truth, features.get("layout", "bshd")), strict=True)
+    )
+    made = (gradients((out, lse) if with_lse else (out,), inputs) for out, lse, inputs in (near, truth))
+    return *made, noise
+
+
+def _call(
+    function: Callable[..., Any], tensors: tuple[Tensor, ...], dtype: torch.dtype | None, also: tuple[str, ...],
+    features: dict[str, Any],
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """Output, log-sum-exp, and the leaves that they were made of."""
+    inputs = leaves(*(x if dtype is None else x.to(dtype) for x in tensors))
+    out, lse = function(*inputs[:3], **{**features, **dict(zip(also, inputs[3:], strict=True))})[:2]
+    return out, lse, inputs

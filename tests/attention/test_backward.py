@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +29,15 @@ from flashkernels.tiling import Tile
 from . import oracle
 from .cases import EVERYTHING, FEATURES, NO_MASK, Shape, bool_mask, float_mask, keywords, pairs, qkv, ragged
 from .gpu import LENGTHS, dtype_id, misaligned, needs_memory, odd_rows, on_gpu, sequence_first, spread, syncs_are_errors
-from .gradients import check, check_varlen, gradients, leaves
+from .gradients import (
+    assert_same_gradients,
+    check,
+    check_varlen,
+    expected,
+    gradients,
+    leaves,
+    weights_like,
+)
 from .test_properties import Call, calls, lengths
 
 INF, NAN = float("inf"), float("nan")
@@ -128,6 +137,27 @@ def test_side_gradient_has_the_dtype_of_its_input(name: str) -> None:
     side = torch.zeros(SMALL.h, dtype=torch.float64).requires_grad_()
     (grad,) = torch.autograd.grad(fk.attention(q, k, v, **{name: side}, impl="triton").sum(), side)
     assert grad.dtype == side.dtype and grad.shape == side.shape
+
+
+@interpreter
+@pytest.mark.parametrize("feature", ["alibi", "alibi+sinks", "alibi+causal", "alibi+softcap"])
+def test_slopes_gradient_does_not_know_that_the_output_was_rounded(feature: str) -> None:
+    """Rows up to 40 places before the first key, fp16 inputs and gradients: as good as plain torch in fp32."""
+    shape = Shape(b=1, sq=60, sk=20, h=2, hkv=1)
+    features = keywords(feature, shape)
+    made = []
+    for function, dtype in (
+        (partial(fk.attention, return_lse=True, impl="triton"), torch.float16),
+        (oracle.naive, torch.float32),
+        (oracle.attention, torch.float64),
+    ):
+        slopes = features["alibi_slopes"].to(dtype if dtype != torch.float16 else torch.float32).requires_grad_()
+        inputs = (x.to(dtype) for x in qkv(shape, torch.float16))
+        outputs = function(*inputs, **features | {"alibi_slopes": slopes})[:2]
+        weights = [w.half().to(x) for w, x in zip(weights_like(*outputs), outputs, strict=True)]
+        made.append(torch.autograd.grad(outputs, slopes, weights)[0])
+    got, plain, want = made
+    oracle.assert_close(got, plain, want, want.abs().max().expand_as(want), torch.float32, name=feature)
 
 
 # Shapes
@@ -362,7 +392,14 @@ def served(problem: AttentionProblem, gpu: str | None = "h200", wanted: str = "q
 
 
 def test_the_table_serves_every_backward() -> None:
-    assert served(H200) == served(H200, impl="hopper") == served(replace(H200, head_dim=512)) == "triton"
+    assert served(H200) == served(H200, impl="hopper") == served(H200, wanted="q sinks", deterministic=True) == "triton"
+    assert served(H200, impl="triton") == served(H200, "a100") == "triton"
+    others: list[dict[str, Any]] = [{"head_dim": 512}, {"head_dim": 70}, {"dropout_p": 0.1}, {"mask": "bool"}]
+    for beyond in (*others, {"unaddressable": "q: odd"}):
+        problem = replace(H200, **beyond)
+        assert served(problem) == "triton"
+        assert api.BACKWARD_IMPLS[0].rejects(BackwardProblem(problem, ("q",)), lookup("h200"))
+    assert served(replace(H200, alibi=True), wanted="q alibi_slopes") == "triton"
     assert served(H200, impl="torch") == served(H200, wanted="q mask") == served(H200, saved=False) == "torch"
     assert served(replace(H200, dtype="fp64")) == served(replace(H200, device="cpu"), None) == "torch"
     wide = replace(H200, head_dim=512, head_dim_v=512, dtype="fp32")
@@ -370,10 +407,16 @@ def test_the_table_serves_every_backward() -> None:
 
 
 def test_the_table_says_why() -> None:
-    def reason(problem: AttentionProblem, gpu: str = "h200", **options: Any) -> str | None:
-        return verdicts(api.BACKWARD_IMPLS, BackwardProblem(problem, **options), lookup(gpu))[0].reason
+    def reasons(problem: AttentionProblem, gpu: str = "h200", **options: Any) -> dict[str, str | None]:
+        found = verdicts(api.BACKWARD_IMPLS, BackwardProblem(problem, **options), lookup(gpu))
+        return {verdict.name: verdict.reason for verdict in found}
 
-    assert reason(H200, wanted=("q",)) is None
+    def reason(problem: AttentionProblem, gpu: str = "h200", **options: Any) -> str | None:
+        return reasons(problem, gpu, **options)["triton"]
+
+    waits = "its kernels have not run on a GPU as they are now"
+    assert reasons(H200, wanted=("q",)) == {"hopper": waits, "triton": None, "torch": None}
+    assert reasons(replace(H200, unaddressable="k: why"), wanted=("q",))["hopper"] == "TMA cannot read k: why"
     assert reason(H200, wanted=("mask",)) == "has no gradient of a mask"
     assert reason(H200, wanted=("q",), impl="torch") == "impl='torch' was asked for"
     assert "no backward tile fits head_dim=512" in str(
@@ -491,26 +534,28 @@ def test_gpu_varlen(feature: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("change", STRIDES.values(), ids=STRIDES.keys())
-def test_gpu_any_strides_give_the_same_bits(change: Any) -> None:
-    inputs = leaves(*cuda(LARGE))
-    out = fk.attention(*inputs, causal=True, impl="triton")
-    weight = torch.randn_like(out)
-    want = torch.autograd.grad(out, inputs, weight)
-    views = [change(x.detach()).requires_grad_() for x in inputs]
-    got = torch.autograd.grad(fk.attention(*views, causal=True, impl="triton"), views, change(weight))
-    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+def test_gpu_any_strides(change: Any) -> None:
+    """Not the same bits: strides decide how many elements a load takes, and with it the order of sums."""
+    inputs = cuda(LARGE)
+    views = [change(x).requires_grad_() for x in inputs]
+    out = fk.attention(*views, causal=True, return_lse=True, impl="triton")
+    weights = [change(w.to(x)) for w, x in zip(weights_like(*out), out, strict=True)]
+    got = torch.autograd.grad(out, views, weights)
+    assert_same_gradients(got, *expected(inputs, features={"causal": True}), torch.bfloat16)
 
 
 @pytest.mark.gpu
 def test_gpu_hidden_poison() -> None:
+    """Gradients are those of clean inputs; not to the bit, as around NaN the forward sums in another order."""
     q, k, v = cuda(LARGE)
     mask = bool_mask((LARGE.sq, LARGE.sk), device="cuda")
     mask[:, 300:] = mask[:50] = False
-    want = torch.autograd.grad(fk.attention(*(clean := leaves(q, k, v)), mask=mask).sum(), clean)
+    want = expected((q, k, v), features={"mask": mask})
     q[:, :50], k[:, 300:], v[:, 300:] = NAN, NAN, INF
-    got = torch.autograd.grad(fk.attention(*(dirty := leaves(q, k, v)), mask=mask).sum(), dirty)
-    for g, w in zip(got, want, strict=True):
-        torch.testing.assert_close(g, w)
+    dirty = leaves(q, k, v)
+    got = gradients(fk.attention(*dirty, mask=mask, return_lse=True), dirty)
+    assert_same_gradients(got, *want, torch.bfloat16)
+    assert (got[0][:, :50] == 0).all() and all((g[:, 300:] == 0).all() for g in got[1:])
 
 
 @pytest.mark.gpu

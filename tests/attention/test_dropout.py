@@ -420,12 +420,19 @@ def test_deterministic_asks_dispatch_for_it(monkeypatch: pytest.MonkeyPatch) -> 
         fk.attention_varlen(*leaves(*ragged([5], [6], SMALL).args[:3]), *ragged([5], [6], SMALL).args[3:],
                             deterministic=flag).sum().backward()  # fmt: skip
     assert asked == [False, False, True, True]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        fk.attention(*leaves(*qkv(SMALL)), causal=True).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked[4:] == [True]
 
 
 def test_what_there_is_serves_deterministic_problems() -> None:
     call = AttentionProblem(batch=1, seq_q=64, seq_k=64, heads=2, kv_heads=2, head_dim=64)
     problem = BackwardProblem(call, ("q", "k", "v"), deterministic=True)
     assert {v.name: v.reason for v in verdicts(api.BACKWARD_IMPLS, problem, lookup("a100"))}["triton"] is None
+    assert api.BACKWARD_IMPLS[0].name == "hopper" and api.BACKWARD_IMPLS[0].rejects(problem, lookup("h200")) is None
 
 
 @impls

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -55,6 +56,8 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(api, "BACKWARD_IMPLS", (row,))
     monkeypatch.setattr(api, "_backward_plans", {})
     with new_memory_is_nan():  # an element that nobody writes is seen
+        # torch's mode that fills memory asks for deterministic gradients as well; the tests choose these themselves
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
         yield
 
 
@@ -220,12 +223,19 @@ def test_poison_behind_the_causal_edge_reaches_no_other_row(which: str, value: f
 
 
 @each_kind
-def test_poisoned_queries_that_see_nothing_reach_no_gradient(dim: int, own_dq: bool) -> None:
-    q, k, v = cuda(Shape(b=1, sq=400, sk=250, h=2, hkv=1, d=dim))
+@pytest.mark.parametrize("value", [NAN, -INF], ids=str)
+@pytest.mark.parametrize("feature", ["causal", "causal+sinks", "causal+softcap"])
+def test_poisoned_queries_that_see_nothing_reach_no_gradient(
+    feature: str, value: float, dim: int, own_dq: bool
+) -> None:
+    """With a sink their log-sum-exp is finite: it does not tell of them."""
+    shape = Shape(b=1, sq=400, sk=250, h=2, hkv=1, d=dim)
+    q, k, v = cuda(shape)
+    attend = partial(fk.attention, impl=IMPL, **keywords(feature, shape, "cuda"))
     weight = torch.randn(1, 400, 2, dim, device="cuda", dtype=q.dtype)
-    want = torch.autograd.grad(fk.attention(*(clean := leaves(q, k, v)), causal=True, impl=IMPL), clean, weight)
-    q[:, :150] = NAN
-    got = torch.autograd.grad(fk.attention(*(dirty := leaves(q, k, v)), causal=True, impl=IMPL), dirty, weight)
+    want = torch.autograd.grad(attend(*(clean := leaves(q, k, v))), clean, weight)
+    q[:, :150] = value
+    got = torch.autograd.grad(attend(*(dirty := leaves(q, k, v))), dirty, weight)
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, rtol=2**-7, atol=1e-4)
     assert (got[0][:, :150] == 0).all()
@@ -247,6 +257,38 @@ def test_a_poisoned_sequence_reaches_no_other(dim: int, own_dq: bool) -> None:
     for g, w, (a, b) in zip(got, want, ((100, 170), (90, 160), (90, 160)), strict=True):
         for rows in (slice(0, a), slice(b, None)):
             torch.testing.assert_close(g[rows], w[rows], rtol=2**-7, atol=1e-4)
+
+
+@each_kind
+@pytest.mark.parametrize("feature", ["causal", "causal+sinks", "causal+softcap"])
+def test_a_poisoned_query_that_sees_keys_poisons_what_it_sees(feature: str, dim: int, own_dq: bool) -> None:
+    """And nothing else: row 300 of 400 sees the keys up to 300."""
+    shape = Shape(b=1, sq=400, sk=400, h=2, hkv=1, d=dim)
+    q, k, v = cuda(shape)
+    attend = partial(fk.attention, impl=IMPL, **keywords(feature, shape, "cuda"))
+    weight = torch.randn(1, 400, 2, dim, device="cuda", dtype=q.dtype)
+    want = torch.autograd.grad(attend(*(clean := leaves(q, k, v))), clean, weight)
+    q[:, 300] = NAN
+    dq, dk, dv = torch.autograd.grad(attend(*(dirty := leaves(q, k, v))), dirty, weight)
+    assert dq[:, 300].isnan().all() and dk[:, :301].isnan().all() and dv[:, :301].isnan().all()
+    others = [*range(300), *range(301, 400)]
+    torch.testing.assert_close(dq[:, others], want[0][:, others], rtol=2**-7, atol=1e-4)
+    for got, w in zip((dk, dv), want[1:], strict=True):
+        torch.testing.assert_close(got[:, 301:], w[:, 301:], rtol=2**-7, atol=1e-4)
+
+
+def test_rows_that_belong_to_no_sequence_reach_no_gradient(own_dq: bool) -> None:
+    batch = ragged([100, 70], [90, 70], LARGE.but(b=2), torch.bfloat16, device="cuda")
+    inputs = leaves(batch.q, batch.k, batch.v)
+    out = fk.attention_varlen(*inputs, *batch.args[3:], causal=True, impl=IMPL)
+    weight = torch.randn_like(out)
+    want = torch.autograd.grad(out, inputs, weight)
+    longer = leaves(*(torch.cat((x, torch.full_like(x[:30], NAN))) for x in (batch.q, batch.k, batch.v)))
+    out = fk.attention_varlen(*longer, *batch.args[3:], causal=True, impl=IMPL)
+    got = torch.autograd.grad(out, longer, torch.cat((weight, torch.full_like(weight[:30], NAN))))
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g[: len(w)], w, rtol=2**-7, atol=1e-4)
+        assert (g[len(w) :] == 0).all()
 
 
 # What runs
@@ -284,6 +326,21 @@ def test_gradients_have_the_same_bits_every_time(dim: int, own_dq: bool) -> None
         assert all(torch.equal(a, b) for a, b in list(zip(again, first, strict=True))[0 if own_dq else 1 :])
 
 
+@each_kind
+@pytest.mark.parametrize("mode", ["argument", "torch"])
+def test_deterministic_gradients_have_the_same_bits_every_time(
+    dim: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: mode == "torch")
+    inputs = leaves(*cuda(LARGE.but(b=4, sq=2000, sk=2000, d=dim)))
+    out = fk.attention(*inputs, deterministic=mode == "argument", impl=IMPL)
+    weight = torch.randn_like(out)
+    first = torch.autograd.grad(out, inputs, weight, retain_graph=True)
+    for _ in range(20):
+        again = torch.autograd.grad(out, inputs, weight, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
 def test_the_host_never_waits() -> None:
     batch = ragged(*LENGTHS, LARGE.but(b=len(LENGTHS[0])), torch.bfloat16, device="cuda")
     inputs = leaves(batch.q, batch.k, batch.v)
@@ -295,10 +352,12 @@ def test_the_host_never_waits() -> None:
             torch.autograd.grad(out, [*inputs, sinks], weight)
 
 
-def test_peak_memory_is_the_statistics_and_one_dq() -> None:
-    shape = Shape(b=1, sq=8192, sk=8192, h=8, hkv=8, d=64)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["adds", "deterministic"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_peak_memory_is_the_statistics_and_one_dq(dim: int, deterministic: bool) -> None:
+    shape = Shape(b=1, sq=8192, sk=8192, h=8, hkv=8, d=dim)
     inputs = leaves(*cuda(shape))
-    out = fk.attention(*inputs, causal=True, impl=IMPL)
+    out = fk.attention(*inputs, causal=True, deterministic=deterministic, impl=IMPL)
     weight = torch.ones_like(out)
     torch.autograd.grad(out, inputs, weight, retain_graph=True)
     torch.cuda.reset_peak_memory_stats()
@@ -306,7 +365,8 @@ def test_peak_memory_is_the_statistics_and_one_dq() -> None:
     grads = torch.autograd.grad(out, inputs, weight)
     rows = shape.sq * shape.h
     extra = torch.cuda.max_memory_allocated() - before - sum(g.numel() * 2 for g in grads)
-    assert extra <= rows * (4 * shape.d + 2 * 4) + 2**20
+    sums = 0 if deterministic or dim > 128 else 4 * dim  # dQ in fp32, where it is added up in memory
+    assert extra <= rows * (sums + 2 * 4) + 2**20
 
 
 def test_a_graph_replays_it() -> None:

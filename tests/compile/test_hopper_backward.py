@@ -31,6 +31,8 @@ SAMPLE = (
     replace(variant(256, right=True), own_dq=False),
 )
 RARE = 24  # registers stored or loaded in a pass of the loop, where every feature of the logits comes together
+
+
 @pytest.fixture(autouse=True)
 def _compiler() -> None:
     try:
@@ -75,8 +77,6 @@ def test_a_variant_is_compiled_as_it_should_be(one: BackwardVariant) -> None:
     assert made.resources.count("HGMMA") == products(one)
     walk = walks(made.resources.sass)
     assert walk and max(len(spills(body)) for body in walk) <= (RARE if one.left and one.varlen else 0)
-    if not (one.left or one.varlen or one.own_dq):
-        assert (made.spills, made.reloads) == (0, 0)
     if made.own is not None:  # a first step, and in the loop one with a mask and one without
         assert made.own.shared == one.own_shared
         assert made.own.count("HGMMA") == 3 * (depth(one.head_dim) + depth(one.head_dim_v) + 4)
@@ -102,7 +102,7 @@ def test_the_list_is_distinct_and_has_every_flag_and_size() -> None:
     assert len(VARIANTS) == len({*VARIANTS}) == len({label(one) for one in VARIANTS}) <= 150
     for flag in ("fp16", "left", "right", "softcap", "alibi", "varlen", "own_dq", "want_q", "want_k", "want_v"):
         assert {getattr(one, flag) for one in VARIANTS} == {False, True}, flag
-    for flag in ("paired", "halves", "kv_in_registers", "separate", "bulk"):
+    for flag in ("paired", "halves", "kv_in_registers", "separate"):
         assert {getattr(one.tile, flag) for one in VARIANTS} == {False, True}, flag
     assert {one.head_dim for one in VARIANTS} == {*range(16, 257, 8)}
     assert all(one.shared <= tiles.SHARED_LIMIT for one in VARIANTS)
@@ -183,8 +183,7 @@ def test_any_choice_is_legal(
     assert one.own_dq == (one.tile.paired or deterministic) and one.own_shared <= tiles.SHARED_LIMIT
     assert tile.paired or not (one.softcap or max(dim, dim_v) > 128)
     if tile.paired:
-        assert not (tile.halves or tile.kv_in_registers or tile.separate or tile.bulk)
+        assert not (tile.halves or tile.kv_in_registers or tile.separate)
         assert one.dq_first % 64 == 0 and one.dq_first <= 128 and 8 <= one.dq_columns <= 128
     if tile.halves:
         assert 2 * one.dq_columns >= dim and (dim % 16 == 0 or dim > 64)
-        assert not tile.bulk or dim > 64

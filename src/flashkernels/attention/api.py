@@ -12,6 +12,7 @@ from torch import Tensor
 from flashkernels import hardware
 from flashkernels.attention import sdpa
 from flashkernels.attention.dropout import seed_tensor
+from flashkernels.attention.hopper import backward_tiles as hopper_backward
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.tensors import (
     Given,
@@ -104,6 +105,11 @@ def needs_triton_backward(problem: BackwardProblem, gpu: Gpu | None) -> str | No
     return None
 
 
+def leaves_hopper(problem: BackwardProblem, gpu: Gpu | None) -> str | None:
+    """Nobody gets it unasked before its kernels, as they are now, have run on a GPU: its tests and the bench ask."""
+    return "its kernels have not run on a GPU as they are now"
+
+
 def leaves_the_backward(problem: BackwardProblem, gpu: Gpu | None) -> str | None:
     """The backward follows a forward that was asked for by name; the interpreter is for tests."""
     if problem.impl == "torch":
@@ -120,6 +126,7 @@ IMPLS = (
 )
 # Of the gradients, always by "auto": the first row that neither rejects nor defers. FP8 and pages have none.
 BACKWARD_IMPLS = (
+    Impl("hopper", "flashkernels.attention.hopper.backward", rejects=hopper_backward.rejects, defers=leaves_hopper),
     Impl("triton", "flashkernels.attention.triton.backward", rejects=needs_triton_backward, defers=leaves_the_backward),
     Impl("torch", "flashkernels.attention.recompute"),
 )
@@ -159,13 +166,14 @@ def attention(
         dropout_seed: an int, or one int64 in a tensor on q's device, read by the kernels: the same seed drops the same
             weights, whatever the implementation, and in the backward. None draws one from torch's generator of the
             device. A CUDA graph replays an int as it was captured; a tensor is read again, and None draws again.
-        deterministic: makes the gradients the same to the bit in every run. The forward always is, and so are the
-            gradients of the `torch` and `triton` implementations. A backward that adds up a gradient in an order that
-            varies only serves with `deterministic=False`.
+        deterministic: makes the gradients the same to the bit in every run; so does
+            `torch.use_deterministic_algorithms(True)`. The forward always is, and so are the gradients of the `torch`
+            and `triton` implementations. A backward that adds up a gradient in an order that varies only serves with
+            `deterministic=False`.
 
     Returns:
         The output (B, S_q, H, D_v) in q's dtype (bf16 for FP8) and the layout asked for; with `return_lse` also
-        (B, H, S_q). A row that sees no key is 0 with log-sum-exp -inf. Bitwise deterministic.
+        (B, H, S_q). A row that sees no key is 0 with log-sum-exp -inf. The same to the bit in every run.
 
     >>> import torch, flashkernels as fk
     >>> q = torch.randn(2, 5, 8, 72)
@@ -452,11 +460,12 @@ def attention_backward_op(
     )  # fmt: skip
     given = Given(grad_out, grad_lse, out, lse)
     settings = (max_seqlen_q, max_seqlen_k, causal, softmax_scale, (window_left, window_right), softcap)
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     key = (_signature(tensors), _signature(given), settings, impl, tuple(wanted), dropout_p, deterministic)
     run = _backward_plans.get(key)
     if run is None:
         names = tuple(name for name, want in zip(Tensors._fields, wanted, strict=False) if want)
-        call = _problem(tensors, *settings, dropout_p=dropout_p)
+        call = _addressed(_problem(tensors, *settings, dropout_p=dropout_p), tensors)
         problem = BackwardProblem(call, names, impl, saved=lse is not None, deterministic=deterministic)
         gpu = hardware.detect(q.device) if q.is_cuda else None
         run = select(BACKWARD_IMPLS, problem, gpu).load().plan(problem, gpu, tensors, given)

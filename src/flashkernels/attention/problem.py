@@ -107,6 +107,14 @@ class BackwardProblem:
         call = self.call
         return 2 * call.heads * call.pairs() * (3 * call.head_dim + 2 * call.head_dim_v)
 
+    def bytes(self) -> int:
+        """Least traffic: Q, K, V, the output, its gradient and the fp32 log-sum-exp read once, the gradients of q, k
+        and v written once. All are counted, whatever is wanted; masks and biases are not."""
+        call = self.call
+        q_side = call.total_q * call.heads * (call.head_dim + call.head_dim_v)
+        kv_side = call.total_k * call.kv_heads * (call.head_dim + call.head_dim_v)
+        return 2 * (q_side + kv_side) * call.element_bytes + 4 * call.total_q * call.heads
+
 
 def visible_pairs(sq: int, sk: int, left: int, right: int) -> int:
     """How many pairs (i, j) satisfy -left <= j - (i + sk - sq) <= right, for i < sq and j < sk.

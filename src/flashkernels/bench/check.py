@@ -74,13 +74,13 @@ def _assembled(
     attend: Callable[..., torch.Tensor], case: Case, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
 ) -> torch.Tensor:
     out = args[0].new_empty(*args[0].shape[:-1], case.problem.head_dim_v, dtype=dtype)
-    for place, qkv, piece in _pieces(case, args, kwargs):
+    for place, qkv, piece in pieces(case, args, kwargs):
         result = attend(*qkv, **piece)
         out[place] = result[0] if case.lengths else result
     return out
 
 
-def _pieces(case: Case, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+def pieces(case: Case, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
     """Dense parts of the case whose scores fit into the limit: where each goes, its q, k, v, and its keywords."""
     q, k, v = args[:3]
     p = case.problem

@@ -11,7 +11,7 @@ from flashkernels.bench.timing import L2, Launch
 from flashkernels.decode import cases as decode
 from flashkernels.moe import cases as moe
 
-OPS: dict[str, Any] = {"attention": attention, "decode": decode, "moe": moe}
+OPS: dict[str, Any] = {"attention": attention, "attention_backward": attention, "decode": decode, "moe": moe}
 
 # Small problems are launch-bound in eager mode, so these replay graphs. The weights of a layer do not fit the L2.
 LAUNCH: dict[str, tuple[Launch, L2]] = {
@@ -49,6 +49,10 @@ def suite(
         if launch == "graph" or l2 == "cold":
             raise ValueError(f"launch={launch!r}, l2={l2!r}: on the CPU only 'eager' and 'warm' are possible")
         default: tuple[Launch, L2] = ("eager", "warm")
+    elif op == "attention_backward":
+        if launch == "graph":
+            raise ValueError("launch='graph': gradients run on the stream of their forward, which is not captured")
+        default = ("eager", "cold")
     else:
         default = LAUNCH.get(name, ("eager", "cold"))
     if op == "moe" and launch is not None:

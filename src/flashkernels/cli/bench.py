@@ -23,7 +23,7 @@ WIDTH = 160  # columns of the table where the output is a file or a pipe
 
 
 def bench(
-    op: Annotated[str, typer.Argument(help="The op to run: attention, decode, moe; launch: a call's CPU time.")],
+    op: Annotated[str, typer.Argument(help="attention, attention_backward, decode, moe; launch: a call's CPU time.")],
     suite: Annotated[
         str,
         typer.Option(help="headdims, scaling, seqlens, features, shapes, fp8; moe: route, layer; decode: formats."),
@@ -241,7 +241,7 @@ def notes(results: Results) -> list[str]:
         each = ", ".join(f"{error:.2g} ({way})" for way, error in errors.items())
         lines.append(f"error against fp32 on {name} inputs, before they are rounded: {each}")
     op = results.rows[0].op if results.rows else "attention"
-    call = "fk.moe.layer" if op == "moe" else f"fk.{op}"
+    call = {"moe": "fk.moe.layer", "attention_backward": "a backward"}.get(op, f"fk.{op}")
     small = f"one eager call of {call}" if results.meta["gpu"] else f"one tiny call of {call}"
     if costs := results.meta.get("launch_us_by_impl"):
         each = ", ".join(f"{cost:.1f} ({impl})" for impl, cost in costs.items())

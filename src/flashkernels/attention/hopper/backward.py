@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flashkernels.attention.hopper import backward_source as source, backward_tiles as tiles
-from flashkernels.attention.hopper.backward_source import BLOCK, OWN_KEYS, OWN_QUERIES, THREADS, BackwardVariant
+from flashkernels.attention.hopper.backward_source import BLOCK, OWN_KEYS, OWN_QUERIES, PART, THREADS, BackwardVariant
 from flashkernels.attention.hopper.forward import FAR, LOG2E, SECTION_BYTES, spaced
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.tensors import Given, RunBackward, Tensors, strides_of, unaddressable
@@ -27,7 +27,7 @@ from flashkernels.jit.counters import counters
 
 POINTERS = (
     "q_data", "k_data", "v_data", "out", "grad_out_data", "lse", "grad_lse", "dq", "dk", "dv", "row_delta", "level",
-    "delta", "sums", "poisoned", "bad_keys", "counters", "slopes", "cu_q", "cu_k", "order",
+    "delta", "sums", "poisoned", "bad_keys", "added", "counters", "slopes", "cu_q", "cu_k", "order",
 )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ class Params(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("scale", "softcap", "grad_scale")),
         *((name, ctypes.c_int) for name in (
             "batch", "heads", "group", "kv_heads", "seq_q", "seq_k", "total_q", "total_k_rows", "left", "right",
-            "blocks", "key_blocks", "tiles", "section", "own_blocks", "bad_blocks",
+            "blocks", "key_blocks", "tiles", "section", "own_blocks", "bad_blocks", "has_sinks",
         )),
     )  # fmt: skip
 
@@ -66,18 +66,18 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
     device = tensors.q.device.index
     code = library(variant)
     rows, order, main = code.kernel("rows", 0), code.kernel("order", 0), code.kernel("backward", variant.shared)
-    after = code.kernel("queries", 0)
     if variant.own_dq:
-        look, after = code.kernel("keys", 0), code.kernel("gradient_of_queries", variant.own_shared)
+        look, own = code.kernel("keys", 0), code.kernel("gradient_of_queries", variant.own_shared)
     # TMA and 16-byte loads want aligned rows; a gradient may come with any strides, also expanded from one number
     copied = [bool(unaddressable(x)) for x in (given.grad_out, _given(given.out))]
     params = described(call, variant, tensors, given, copied)
-    grid = min(gpu.sms, most_tiles(call, variant))
     order_blocks = -(-call.batch // 128) if call.varlen else 0
     make_dkdv = variant.adds_dq or variant.want_k or variant.want_v
     hides = call.band != (-1, -1) or call.varlen
     rows_of_heads, rows_of_keys = (n * (1 if call.varlen else call.batch) for n in (call.heads, call.kv_heads))
     blocks = params.blocks * rows_of_heads
+    key_heads = call.batch * call.kv_heads if variant.adds_dq else 0
+    grid = min(gpu.sms, most_tiles(call, variant) + (-(-blocks * BLOCK // PART) if variant.adds_dq else 0))
     own_blocks = params.own_blocks * rows_of_heads if variant.own_dq and variant.want_q else 0
     bad_blocks = params.bad_blocks * rows_of_keys if own_blocks and hides else 0
     # One block of parameters for all calls of this signature: what changes is written into it before each launch.
@@ -109,7 +109,7 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
         ]
         statistics = lse.new_empty(2, blocks * BLOCK)
         sums = lse.new_empty(blocks * BLOCK * call.head_dim) if variant.adds_dq else None
-        notes = lse.new_empty(blocks, dtype=torch.int32)
+        notes = lse.new_empty(blocks + key_heads, dtype=torch.int32)
         bad = lse.new_empty(2 * bad_blocks, dtype=torch.int64)
         delta = torch.zeros_like(lse) if "sinks" in wanted else None
         ordered = lse.new_empty(2 * call.batch + 1, dtype=torch.int32) if call.varlen else None
@@ -124,7 +124,7 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
                 mapped = pointers
             write_addresses(
                 *pointers[:3], out.data_ptr(), pointers[3], lse.data_ptr(), *map(_address, (grad_lse, *grads, delta)),
-                *map(_address, (statistics[0], statistics[1], sums, notes, bad)), count,
+                *map(_address, (statistics[0], statistics[1], sums, notes, bad)), notes.data_ptr() + 4 * blocks, count,
                 *map(_address, (slopes, cu_q, cu_k, ordered)),
             )  # fmt: skip
             scale = softmax_scale / softcap if softcap else softmax_scale * LOG2E
@@ -137,9 +137,7 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
             if bad_blocks:
                 look.launch(bad_blocks, 128, stream, address)
             if own_blocks:
-                after.launch(own_blocks, THREADS, stream, address)
-            elif variant.adds_dq:
-                after.launch(blocks, 128, stream, address)
+                own.launch(own_blocks, THREADS, stream, address)
         dsinks = None if delta is None or sinks is None else sinks_gradient(delta, lse, sinks)
         return [*grads, None, dsinks, None]
 
@@ -191,7 +189,7 @@ def described(
         bad_blocks=cut(call.seq_k, call.total_k, OWN_KEYS),
         key_blocks=-(-call.seq_k // variant.tile.keys),
         tiles=0 if call.varlen else most_tiles(call, variant),
-        section=max(1, -(-kv_heads // sections)),
+        section=max(1, -(-kv_heads // sections)), has_sinks=call.sinks,
     )  # fmt: skip
 
 

@@ -122,15 +122,15 @@ struct Weights : Pair {
         else step<true, false>();
       }
       if constexpr (ADDS) {
-        make_dq<DQ_FIRST>(done - 1, current);
+        make_dq<DQ_FIRST>(done - 1, current());
       } else {
         wgmma::wait<0>();
         finish_dv();
       }
-      __syncwarp();
-      release(KV_EMPTY);
+      end();
       if constexpr (WANT_V) store<DV>(dv, p.dv, p.dv_strides, 1.f);
     }
+    make_queries();
   }
 };
 
@@ -191,14 +191,14 @@ struct Gradients : Pair {
 #pragma unroll 1
       for (int i = 1; i < count; i++) step<false>();
       if constexpr (WANT_Q) {
-        make_dq<DQ_COLUMNS>(done - 1, current);
+        make_dq<DQ_COLUMNS>(done - 1, current());
       } else {
         wgmma::wait<0>();
         finish_dk();
       }
-      __syncwarp();
-      release(KV_EMPTY);
+      end();
       if constexpr (WANT_K) store<D>(dk, p.dk, p.dk_strides, p.grad_scale);
     }
+    make_queries();
   }
 };

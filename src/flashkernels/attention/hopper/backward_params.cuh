@@ -12,8 +12,9 @@ struct Params {
   u16 *dq, *dk, *dv;            // null: not wanted
   float* row_delta;             // delta, laid out like lse: for the gradient of the sinks; null: not wanted
   float *level, *delta, *sums;  // of each query block: made by `rows`, read by `backward`; sums: dQ, in fragment order
-  int* poisoned;                // query blocks whose Q or dO has a NaN or Inf,
+  int* poisoned;                // query blocks whose Q or dO may have a NaN or Inf,
   void* bad_keys;               // and keys whose K has one: by `keys`, for `gradient_of_queries`
+  int* added;                   // tiles of each sequence's key head whose part of dQ is in the sums
   int* counters;                // zero at launch, and zero again at its end
   // what only some variants have
   const float* slopes;
@@ -30,6 +31,7 @@ struct Params {
   int blocks, key_blocks;       // query blocks and key blocks of a head
   int tiles, section;           // all tiles; key heads that are worked on side by side
   int own_blocks, bad_blocks;   // blocks of a head: of 128 queries in `gradient_of_queries`, of 64 keys in `bad_keys`
+  int has_sinks;
 };
 
 constexpr bool BAND = LEFT || RIGHT;
@@ -52,8 +54,7 @@ constexpr int Q_AT = V_AT + V_TILE;
 constexpr int O_AT = Q_AT + Q_TILE * Q_STAGES;  // two buffers of dO,
 constexpr int DS_AT = O_AT + O_TILE * 2;        // and of dS
 constexpr int P_AT = DS_AT + DS_TILE * 2;       // paired: P on its way from one warpgroup to the other
-constexpr int SUMS_AT = P_AT + (PAIRED ? 128 * BLOCK : 0);  // dQ on its way to the copy engine
-constexpr int LEVEL_AT = SUMS_AT + (BULK ? 8 * DQ_COLUMNS * 64 : 0);
+constexpr int LEVEL_AT = P_AT + (PAIRED ? 128 * BLOCK : 0);
 constexpr int DELTA_AT = LEVEL_AT + STATISTICS * Q_STAGES;
 constexpr int K_FULL = DELTA_AT + STATISTICS * 2;  // barriers, 8 bytes each
 constexpr int V_FULL = K_FULL + 8;
@@ -69,7 +70,8 @@ constexpr int DS_FULL = O_EMPTY + 16;
 constexpr int DS_EMPTY = DS_FULL + 16;
 constexpr int WORK_FULL = DS_EMPTY + 16;
 constexpr int WORK_EMPTY = WORK_FULL + 16;
-constexpr int WORK_AT = round_up(WORK_EMPTY + 16, 16);  // two tiles, 32 bytes each
+constexpr int ADDED = WORK_EMPTY + 16;
+constexpr int WORK_AT = round_up(ADDED + 16, 16);  // two tiles, 32 bytes each
 constexpr int BAD_AT = WORK_AT + 64;                    // a bit for each key
 constexpr int SHARED_BYTES = BAD_AT + 16;
 static_assert(SHARED_BYTES == SHARED_MEMORY, "backward_source.py and backward_params.cuh disagree about shared memory");

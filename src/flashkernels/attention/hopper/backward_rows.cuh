@@ -1,4 +1,4 @@
-// Before and after the backward itself: what it wants to know of each query row, and dQ from its sums.
+// Before the backward itself: what it wants to know of each query row.
 #pragma once
 #include "backward_schedule.cuh"
 
@@ -31,14 +31,14 @@ DEVICE bool is_finite(float x) { return x - x == 0.f; }
 DEVICE float dot(u32 x, u32 y) { return fmaf(low(x), low(y), high(x) * high(y)); }
 DEVICE float dot(uint4 x, uint4 y) { return dot(x.x, y.x) + dot(x.y, y.y) + dot(x.z, y.z) + dot(x.w, y.w); }
 
-// 64 queries of one head, as the grids of the two kernels below count them. `rows` < 0: nobody's.
+// 64 queries of one head, by their place in `level`, `delta`, `sums` and `poisoned`. `rows` <= 0: nobody's.
 struct QueryBlock {
   int batch, head, q_row, first, rows;  // first: row of its sequence; rows: of the sequence, from there on
 };
 
-DEVICE QueryBlock query_block(const Params& p) {
+DEVICE QueryBlock query_block(const Params& p, int place) {
   QueryBlock b;
-  const int row = blockIdx.x / p.blocks, at = blockIdx.x % p.blocks;
+  const int row = place / p.blocks, at = place % p.blocks;
   if (VARLEN) {
     b.batch = last_sequence(p.cu_q, p.batch, at, BLOCK);
     b.head = row;
@@ -57,12 +57,16 @@ DEVICE QueryBlock query_block(const Params& p) {
 
 // Of each row: delta = rowsum(dO * O) - dL, and the level: its log-sum-exp L in units of log2. A row that sees nothing,
 // or is not there, has the level +inf: all its weights are 0. A row in whose O, L or dO a NaN or Inf shows has the
-// level NaN, which is all that the backward needs to know of it: its delta is 0. A block with one in Q or dO is noted,
-// for the producer to clean. So weights of 0 meet only finite numbers. Also clears the sums of dQ.
+// level NaN, which is all that the backward needs to know of it: its delta is 0. A block that may have one in Q or dO
+// is noted, for the producer to clean. So weights of 0 meet only finite numbers. Also clears the sums of dQ.
+//
+// Of Q, L tells. A NaN or Inf in a row of Q makes each of its scores NaN or infinite, so L is not finite; nor is it
+// where the row sees nothing. Only a softcap makes such scores finite, and a sink their sum: then Q itself is read.
 extern "C" __global__ void __launch_bounds__(256) rows(const __grid_constant__ Params p) {
-  const QueryBlock b = query_block(p);
-  if (b.rows <= 0) return;
+  const QueryBlock b = query_block(p, blockIdx.x);
   const int t = threadIdx.x;
+  if (WANT_Q && t == 0 && blockIdx.x < p.batch * p.kv_heads) p.added[blockIdx.x] = 0;
+  if (b.rows <= 0) return;
   if (WANT_Q) {
     float4* sums = (float4*)(p.sums + (i64)blockIdx.x * BLOCK * D);
 #pragma unroll 4
@@ -75,6 +79,8 @@ extern "C" __global__ void __launch_bounds__(256) rows(const __grid_constant__ P
   const u16* grad = (const u16*)p.grad_out_data + b.batch * p.grad_out_strides.batch +
                     b.head * p.grad_out_strides.head + lane * 8;
   const u16* q = (const u16*)p.q_data + b.batch * p.q_strides.batch + b.head * p.q_strides.head + lane * 8;
+  const bool look_at_q = HIDES && (SOFTCAP || p.has_sinks);
+  const int owned = VARLEN ? p.cu_q[p.batch] - row : b.rows;  // rows from here on that are somebody's
   bool bad = false;
 #pragma unroll
   for (int i = 0; i < BLOCK * LANES / 256; i++) {
@@ -86,15 +92,14 @@ extern "C" __global__ void __launch_bounds__(256) rows(const __grid_constant__ P
       if (HIDES) bad |= has_bad(y);
       if (r < b.rows) delta = dot(__ldg((const uint4*)(out + (row + r) * p.out_strides.seq)), y);
     }
-    if (HIDES && loaded && lane < D / 8) {
-      bad |= has_bad(__ldg((const uint4*)(q + (row + r) * p.q_strides.seq)));
-    }
+    if (look_at_q && loaded && lane < D / 8) bad |= has_bad(__ldg((const uint4*)(q + (row + r) * p.q_strides.seq)));
 #pragma unroll
     for (int step = LANES / 2; step; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
     if (lane) continue;
+    const i64 query = row + r, at = b.batch * p.lse_batch + b.head * p.lse_head + query;
+    if (HIDES && loaded) bad |= r >= owned || !is_finite(__ldg(p.lse + at));
     float level = INF;
     if (r < b.rows) {
-      const i64 query = b.q_row + b.first + r, at = b.batch * p.lse_batch + b.head * p.lse_head + query;
       level = __ldg(p.lse + at) * LOG2E;
       if (p.grad_lse != nullptr)
         delta -= p.grad_lse[b.batch * p.grad_lse_batch + b.head * p.grad_lse_head + query * p.grad_lse_seq];
@@ -103,53 +108,11 @@ extern "C" __global__ void __launch_bounds__(256) rows(const __grid_constant__ P
       else if (!is_finite(level) || !is_finite(delta)) level = __int_as_float(0x7fffffff);
       if (!is_finite(delta)) delta = 0.f;
     }
-    // Four statistics that a thread reads at once lie side by side.
-    const int place = BULK ? (r & ~15) | (r & 6) << 1 | (r & 8) >> 2 | (r & 1) : r;
-    p.level[(i64)blockIdx.x * BLOCK + place] = level;
-    p.delta[(i64)blockIdx.x * BLOCK + place] = delta;
+    p.level[(i64)blockIdx.x * BLOCK + r] = level;
+    p.delta[(i64)blockIdx.x * BLOCK + r] = delta;
   }
   if (HIDES) {
     bad = __syncthreads_or(bad);
     if (t == 0) p.poisoned[blockIdx.x] = bad;
   }
-}
-
-// N columns of two rows of an accumulator to memory, 16 bits an element. Pairs of lanes exchange halves so that each
-// stores 8 bytes, and four lanes 32 contiguous ones.
-template <int N>
-DEVICE void store_rows(const float (&x)[N / 2], float factor, u16* first, i64 stride, int rows, int lane) {
-  const int quarter = lane & 3, odd = quarter & 1;
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    u16* row = first + r * 8 * stride;
-    const bool exists = 8 * r < rows;
-    auto word = [&](int j) { return pack(x[4 * j + 2 * r] * factor, x[4 * j + 2 * r + 1] * factor); };
-#pragma unroll
-    for (int j = 0; j + 1 < N / 8; j += 2) {
-      const u32 mine = word(j), next = word(j + 1);
-      const u32 given = __shfl_xor_sync(~0u, odd ? mine : next, 1);
-      uint2 both;
-      both.x = odd ? given : mine;
-      both.y = odd ? next : given;
-      if (exists) *(uint2*)(row + (j + odd) * 8 + (quarter >> 1) * 4) = both;
-    }
-    if ((N / 8) % 2 && exists) *(u32*)(row + N - 8 + quarter * 2) = word(N / 8 - 1);
-  }
-}
-
-// dQ in 16 bits from its sums, which are in fragment order: [16 queries][8 columns][lane][4]. One warp for 16 queries.
-extern "C" __global__ void __launch_bounds__(128) queries(const __grid_constant__ Params p) {
-  const QueryBlock b = query_block(p);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp * 16 + lane / 4;
-  if (!WANT_Q || b.rows <= warp * 16) return;
-  const float4* sums = (const float4*)(p.sums + (i64)blockIdx.x * BLOCK * D + warp * 16 * D) + lane;
-  float x[D / 2];
-#pragma unroll
-  for (int j = 0; j < D / 8; j++) {
-    const float4 four = sums[j * 32];
-    x[4 * j] = four.x, x[4 * j + 1] = four.y, x[4 * j + 2] = four.z, x[4 * j + 3] = four.w;
-  }
-  u16* to = p.dq + b.batch * p.dq_strides.batch + b.head * p.dq_strides.head +
-            (i64)(b.q_row + b.first + first) * p.dq_strides.seq;
-  store_rows<D>(x, p.grad_scale, to, p.dq_strides.seq, b.rows - first, lane);
 }

@@ -11,10 +11,11 @@ from pathlib import Path
 
 HEADERS = (
     "prelude", "mbarrier", "tma", "wgmma", "backward_params", "work", "backward_schedule", "backward_rows",
-    "backward_tile", "backward_split", "backward_pair", "backward_dq",
+    "backward_queries", "backward_tile", "backward_split", "backward_pair", "backward_dq",
 )  # fmt: skip
 BLOCK = 64  # queries of a block
 THREADS = 384
+PART = 256  # queries whose sums a block turns into dQ at a time
 OWN_QUERIES, OWN_KEYS = 128, 64  # of a block, in the kernel that makes dQ alone
 SHARED_LIMIT = 232448  # bytes a block may have on sm_90
 REGISTERS = (24, 240)  # of a producer and a consumer thread
@@ -24,8 +25,8 @@ REGISTERS = (24, 240)  # of a producer and a consumer thread
 class BackwardTile:
     """How the Hopper backward cuts its problem: 64 queries at a time, against the keys that two warpgroups hold.
 
-    >>> BackwardTile(halves=True, bulk=True).name
-    'split-q3-halves-bulk'
+    >>> BackwardTile(halves=True, separate=True).name
+    'split-q3-halves-separate'
     """
 
     paired: bool = False  # both warpgroups on the same 64 keys; else 64 keys each
@@ -33,7 +34,6 @@ class BackwardTile:
     halves: bool = False  # split: each warpgroup makes one half of dQ's columns; else all of every other block's
     kv_in_registers: bool = False  # split: K and V are operands in registers
     separate: bool = False  # split: P and dS have registers of their own
-    bulk: bool = False  # split: dQ is added by the copy engine; else straight from registers
 
     @property
     def keys(self) -> int:
@@ -41,10 +41,7 @@ class BackwardTile:
 
     @property
     def name(self) -> str:
-        flags = (
-            ("halves", self.halves), ("register", self.kv_in_registers), ("separate", self.separate),
-            ("bulk", self.bulk),
-        )  # fmt: skip
+        flags = (("halves", self.halves), ("register", self.kv_in_registers), ("separate", self.separate))
         kind = "paired" if self.paired else "split"
         return "-".join((kind, f"q{self.q_stages}", *(name for name, on in flags if on)))
 
@@ -84,10 +81,6 @@ class BackwardVariant:
         return self.want_q and not self.own_dq
 
     @property
-    def bulk(self) -> bool:
-        return self.tile.bulk and self.adds_dq
-
-    @property
     def key_box(self) -> int:
         """Keys that one load of K or V brings."""
         return 64 if self.own_dq else self.tile.keys
@@ -118,9 +111,8 @@ class BackwardVariant:
         size = tile.keys * (k_row + v_row) + BLOCK * (tile.q_stages * k_row + 2 * v_row)
         size += 2 * BLOCK * tile.keys * 2  # dS
         size += 128 * BLOCK if tile.paired else 0  # P
-        size += 8 * self.dq_columns * 64 if self.bulk else 0
         size += 4 * BLOCK * (tile.q_stages + 2)  # statistics
-        size += 8 * (6 + 2 * tile.q_stages + 12)  # barriers
+        size += 8 * (6 + 2 * tile.q_stages + 14)  # barriers
         return -(-size // 16) * 16 + 64 + 16
 
 
@@ -129,7 +121,7 @@ def config(variant: BackwardVariant) -> str:
     v, tile = variant, variant.tile
     readers = 8 if tile.halves or v.dq_first else 4
     numbers = {
-        "D": v.head_dim, "DV": v.head_dim_v, "KEYS": tile.keys, "Q_STAGES": tile.q_stages, "CLUSTER": 1,
+        "D": v.head_dim, "DV": v.head_dim_v, "KEYS": tile.keys, "Q_STAGES": tile.q_stages, "CLUSTER": 1, "PART": PART,
         "DQ_COLUMNS": v.dq_columns, "DQ_FIRST": v.dq_first,
         "DS_WRITERS": 4 if tile.paired else 8, "DS_READERS": readers, "SHARED_MEMORY": v.shared,
         "KEY_BOX": v.key_box, "OWN_SHARED_MEMORY": v.own_shared,
@@ -139,7 +131,7 @@ def config(variant: BackwardVariant) -> str:
     flags = {
         "FP16": v.fp16, "FP8": False, "LEFT": v.left, "RIGHT": v.right, "SOFTCAP": v.softcap, "ALIBI": v.alibi,
         "VARLEN": v.varlen, "WANT_Q": v.adds_dq, "WANT_K": v.want_k, "WANT_V": v.want_v, "PAIRED": tile.paired,
-        "HALVES": tile.halves, "KV_IN_REGISTERS": tile.kv_in_registers, "SEPARATE": tile.separate, "BULK": v.bulk,
+        "HALVES": tile.halves, "KV_IN_REGISTERS": tile.kv_in_registers, "SEPARATE": tile.separate,
     }  # fmt: skip
     lines = ["#pragma once", f"#define PAIRED_CONSUMERS {int(tile.paired)}", f"#define DQ_KERNEL {int(v.own_dq)}"]
     lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]

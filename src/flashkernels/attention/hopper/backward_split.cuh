@@ -143,22 +143,18 @@ struct Consumer : Tile {
     advance();
   }
 
-  // All blocks but the last. PARITY: of the blocks whose dQ is this warpgroup's, where they take turns.
+  // The first `last` blocks: all but one. PARITY: of the blocks whose dQ is this warpgroup's, where they take turns.
   template <bool PARITY> DEVICE void walk(int last) {
-    int i = 0;
-    if (last > 0) {
-      step<true, false>();
-      i = 1;
-    }
+    if (last-- > 0) step<true, false>();
     if constexpr (HALVES) {
 #pragma unroll 1
-      for (; i < last; i++) {
+      for (; last > 0; last--) {
         if (is_clear(m)) step<false, true>();
         else step<true, true>();
       }
     } else {
 #pragma unroll 1
-      for (; i + 1 < last; i += 2) {
+      for (; last > 1; last -= 2) {
         if (is_clear(m) && is_clear(after(m))) {
           step<false, !PARITY>();
           step<false, PARITY>();
@@ -167,7 +163,7 @@ struct Consumer : Tile {
           step<true, PARITY>();
         }
       }
-      if (i < last) step<true, !PARITY>();
+      if (last > 0) step<true, !PARITY>();
     }
   }
 
@@ -217,24 +213,23 @@ struct Consumer : Tile {
       release(Q_EMPTY + 8 * q.stage);
       if constexpr (WANT_Q) {
 #pragma unroll 1
-        for (int i = max(0, count - 2); i < count; i++) {
-          if (!HALVES && (i & 1) != group) continue;
-          const u32 n = done - (count - 1 - i);
+        for (int back = count > 1; back >= 0; back--) {
+          if (!HALVES && (count - 1 - back & 1) != group) continue;
+          const u32 n = done - back;
           await(DS_FULL, n);
           issue_dq(n);
           wgmma::wait<0>();
           keep(dq);
           release(DS_EMPTY + 8 * buffer(n));
-          add(i == count - 1 ? current : previous);
+          add(back ? previous : current());
         }
       }
       q.advance();
       done++;
-      __syncwarp();
-      release(KV_EMPTY);
+      end();
       if constexpr (WANT_K) store<D>(dk, p.dk, p.dk_strides, p.grad_scale);
       if constexpr (WANT_V) store<DV>(dv, p.dv, p.dv_strides, 1.f);
     }
-    finish_additions();
+    make_queries();
   }
 };

@@ -4,7 +4,7 @@
 // Scores lie on their side: Sᵀ = K·Qᵀ. A wgmma accumulator gives each thread two keys, 8 apart: element 4j + e of Sᵀ is
 // of key e / 2 and query 8j + e % 2, counted from the query 2 * (lane % 4) of the block.
 #pragma once
-#include "backward_rows.cuh"
+#include "backward_queries.cuh"
 #include "wgmma.cuh"
 
 constexpr int SCORES = BLOCK / 2;  // of a thread
@@ -24,12 +24,6 @@ DEVICE float2 load_pair(u32 at) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
   return x;
 }
-DEVICE float4 load_four(u32 at) {
-  float4 x;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at) : "memory");
-  return x;
-}
 // Before the copy engine or a wgmma may read what ordinary stores wrote.
 DEVICE void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -40,14 +34,13 @@ struct Tile {
   Mailbox mail;
   mbarrier::Ring<Q_STAGES> q;
   u32 done = 0;  // query blocks so far, in all tiles: buffers of dO and dS alternate
-  u32 kv_phase = 0;
   Work w;
   Queries queries;
   int first_key;               // of this warpgroup
   int clear_from, clear_to;    // query blocks in between see all of this warpgroup's keys
   int lowest[2], highest[2];   // queries that see the thread's two keys, less 2 * (lane % 4)
   int m, block, head;          // the next block to compute scores of: in its head, in all, and whose
-  int current, previous;       // blocks whose dS is next, and whose dQ
+  int previous;                // the block before the current one
   float slope;
 
   DEVICE Tile(const Params& p, u32 smem, int group, int warp, int lane)
@@ -67,10 +60,13 @@ struct Tile {
 
   // --- one tile of keys
 
-  // Takes the next tile and waits for its K and V. False: there is none.
+  // Of the mailbox, the slot that this tile came in: they alternate, as do the phases of K and V.
+  DEVICE u32 slot() const { return mail.slot.stage ^ 1; }
+
+  // Takes the next tile and waits for its K and V. False: there is none with keys.
   DEVICE bool begin() {
     w = mail.get(p, lane);
-    if (w.id < 0) return false;
+    if (w.id < 0 || (WANT_Q && is_part(w))) return false;
     queries = queries_of(p, w);
     first_key = w.block * KEYS + (PAIRED ? 0 : group * 64);
     const int shift = w.seq_k - w.seq_q;
@@ -78,11 +74,11 @@ struct Tile {
     clear_to = first_key + 64 > w.seq_k ? 0 : VARLEN ? w.seq_q / BLOCK : queries.end;
     if (RIGHT) clear_from = ceil_div(max(0, first_key + 63 - shift - p.right), BLOCK);
     if (LEFT) clear_to = min(clear_to, max(0, first_key - shift + p.left + 1) / BLOCK);
-    mbarrier::wait(smem + K_FULL, kv_phase);
-    mbarrier::wait(smem + V_FULL, kv_phase);
-    kv_phase ^= 1;
+    mbarrier::wait(smem + K_FULL, slot());
+    mbarrier::wait(smem + V_FULL, slot());
     u32 bad = 0;
     if (HIDES) bad = clean();
+    if (clear_to == 0) clear_from = 1 << 30;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int key = first_key + warp * 16 + lane / 4 + 8 * r, from = 2 * (lane & 3);
@@ -98,13 +94,15 @@ struct Tile {
   }
 
   DEVICE int steps() const { return queries.count() * p.group; }
-  DEVICE bool is_clear(int m) const { return m >= clear_from && m < clear_to; }
+  DEVICE bool is_clear(int m) const { return m >= clear_from && (!(LEFT || VARLEN) || m < clear_to); }
   // The block after `m`: the walk goes through all query heads of the group.
   DEVICE int after(int m) const { return m + 1 == queries.end ? queries.first : m + 1; }
 
+  // The block whose dS is next: the one before `block` in the walk.
+  DEVICE int current() const { return block - 1 - (m == queries.first ? p.blocks - queries.count() : 0); }
+
   DEVICE void advance() {
-    previous = current;
-    current = block;
+    previous = current();
     block++;
     if (++m == queries.end) {
       m = queries.first;
@@ -150,7 +148,6 @@ struct Tile {
 
   // Of queries 8j + 2 * (lane % 4), the next one, and the same two 8 further on.
   DEVICE float4 statistics(u32 from, int j) const {
-    if (BULK) return load_four(from + 16 * (lane & 3) + 32 * j);
     const float2 a = load_pair(from + 8 * (lane & 3) + 32 * j), b = load_pair(from + 8 * (lane & 3) + 32 * j + 32);
     return {a.x, a.y, b.x, b.y};
   }
@@ -240,33 +237,24 @@ struct Tile {
   // last columns may be past the head's end.
   template <int N> DEVICE void add_dq(const float (&dq)[N / 2], int to, int column) {
     float* sums = p.sums + (i64)to * (BLOCK * D) + warp * 16 * D + column * 16;
-    const int columns = min(N, D - column);
-    if constexpr (BULK) {
-      const u32 staged = smem + SUMS_AT + (group * 4 + warp) * N * 64;
-      if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-      __syncwarp();
 #pragma unroll
-      for (int j = 0; j < N / 8; j++)
-        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
-                     ::"r"(staged + j * 512 + lane * 16), "f"(dq[4 * j]), "f"(dq[4 * j + 1]), "f"(dq[4 * j + 2]),
+    for (int j = 0; j < N / 8; j++)
+      if (D % N == 0 || 8 * j < D - column)
+        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+                     ::"l"(sums + lane * 4 + j * 128), "f"(dq[4 * j]), "f"(dq[4 * j + 1]), "f"(dq[4 * j + 2]),
                      "f"(dq[4 * j + 3]) : "memory");
-      publish_shared();
-      __syncwarp();
-      if (lane == 0)
-        asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
-                     "cp.async.bulk.commit_group;" ::"l"(sums), "r"(staged), "r"(columns * 64) : "memory");
-    } else {
-#pragma unroll
-      for (int j = 0; j < N / 8; j++)
-        if (D % N == 0 || 8 * j < columns)
-          asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
-                       ::"l"(sums + lane * 4 + j * 128), "f"(dq[4 * j]), "f"(dq[4 * j + 1]), "f"(dq[4 * j + 2]),
-                       "f"(dq[4 * j + 3]) : "memory");
-    }
   }
-  // Additions that the copy engine has not made yet read shared memory: no block leaves before.
-  DEVICE void finish_additions() {
-    if (BULK && lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+
+  // The tile's keys and values are read for the last time, and its parts of dQ on their way.
+  DEVICE void end() {
+    __syncwarp();
+    release(KV_EMPTY);
+    if (WANT_Q) release(ADDED + 8 * slot());
+  }
+
+  // After the last tile: in the loop over tiles the accumulators leave no registers for it.
+  DEVICE void make_queries() {
+    for (; WANT_Q && w.id >= 0; w = mail.get(p, lane)) make_part(p, w.block, group * 4 + warp, lane);
   }
 
   template <int N> DEVICE void store(const float (&sum)[N / 2], u16* data, const Strides& strides, float factor) {

@@ -21,7 +21,7 @@ def rejects(problem: BackwardProblem, gpu: Gpu | None) -> str | None:
             return f"{name}={dim} is not a multiple of 8: TMA cannot address its rows"
         if not 16 <= dim <= 256:
             return f"{name}={dim} is not in 16 to 256"
-    if call.mask:
+    if call.mask or "mask" in problem.wanted:
         return "takes no mask tensor"
     if call.page_size:
         return "takes no paged K and V"
@@ -65,14 +65,14 @@ def tile_of(call: AttentionProblem) -> BackwardTile:
 
 # Of a consumer thread's 240 registers, what operands and accumulators may take: with more, ptxas spills or serialises.
 # More than a causal mask takes more for itself.
-OPERANDS, CROWDED = 212, 204
+OPERANDS, CROWDED = 208, 204
 
 
 def by_dimension(dim: int, dim_v: int, *, softcap: bool, hides: bool, crowded: bool) -> BackwardTile:
-    """The fastest of the prototype's at 64, 72, 96 and 128 (H200, 2026-11-15, B=4, S=4096), and their neighbours.
+    """The fastest at 64, 72, 96 and 128 (H200, 2026-11-15, B=4, S=4096), and their neighbours.
 
     K and V in registers gave 5 to 6 % at 64 and 72; separate registers for dS 2 % without hidden keys, and a loss of 2
-    to 7 % with (72: nothing); the copy engine's additions 8 % at 128, and nothing below.
+    to 7 % with.
     """
     wide = max(dim, dim_v)
     if softcap or wide > 128:
@@ -84,5 +84,5 @@ def by_dimension(dim: int, dim_v: int, *, softcap: bool, hides: bool, crowded: b
     keys = 4 * (-(-dim // 16) + -(-dim_v // 16))
     kv_in_registers = wide <= 72 and used + keys <= most
     used += keys if kv_in_registers else 0
-    separate = (not hides or wide == 72) and not crowded and used + 16 <= most
-    return BackwardTile(halves=halves, kv_in_registers=kv_in_registers, separate=separate, bulk=halves and dim > 64)
+    separate = not (hides or crowded) and used + 16 <= most
+    return BackwardTile(halves=halves, kv_in_registers=kv_in_registers, separate=separate)

@@ -324,15 +324,28 @@ def dkdv_kernel(
 
 
 @triton.jit
+def slope_gradient(sums, norm, delta, dlse, sunk, before):
+    """What each row gives to its slope's gradient, -sum(dS * distance), from the sums of dS, P * far and dS * far.
+
+    A distance is `far`, counted from the row's nearest key, and `before`, how far that key is. delta comes from the
+    output, which is rounded: it is not quite the mean of dP under this P, and the difference would count with the mean
+    distance of all rows. But the dS of a row add up to dL less what its sink (of weight `sunk`) takes, so the
+    difference is known, and taken back.
+    """
+    off = norm * sums[0] - dlse - delta * sunk
+    return norm * (off * sums[1] - sums[2]) - before * (dlse + (delta + off) * sunk)
+
+
+@triton.jit
 def dq_step(
-    dq, dslope, total, q, do, level, delta, m, n, k_ptr, v_ptr, mask_ptr, stride_ks, stride_kd, stride_vs,
+    dq, sums, total, q, do, level, delta, m, n, k_ptr, v_ptr, mask_ptr, stride_ks, stride_kd, stride_vs,
     stride_vd, stride_mm, stride_mn, seq_q, seq_k, shift, left, right, scale, softcap, slope, drop, keep_scale,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr, PARTS_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, HIDING: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, WANT_SLOPE: tl.constexpr,
     WANT_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Adds what BLOCK_N keys from `n` on give to dQ, and of each row to the slope's gradient and the sum of P."""
+    """Adds what BLOCK_N keys from `n` on give to dQ, and of each row to the sums of the slope and to the sum of P."""
     offs_m = m + tl.arange(0, BLOCK_M)
     offs_n = n + tl.arange(0, BLOCK_N)
     rows = None
@@ -351,20 +364,21 @@ def dq_step(
         dp = tl.where(kept(drop, m, n, BLOCK_M, BLOCK_N, False), dp * keep_scale, 0.0)
     ds = logit_gradient(p, dp, delta[:, None], HIDING)
     if WANT_SLOPE:
-        dslope -= tl.sum(ds * tl.abs(offs_m[:, None] + shift - offs_n[None, :]).to(tl.float32), 1)
+        far = tl.abs(tl.maximum(offs_m + shift, 0)[:, None] - offs_n[None, :]).to(tl.float32)
+        sums = (sums[0] + tl.sum(ds, 1), sums[1] + tl.sum(p * far, 1), sums[2] + tl.sum(ds * far, 1))
     if SOFTCAP:
         ds *= 1 - t * t
     if HIDING:
         k = finite(k)
-    return accumulate(dq, ds, k, PRECISION), dslope, total
+    return accumulate(dq, ds, k, PRECISION), sums, total
 
 
 @triton.jit(
     do_not_specialize=["seq_q", "seq_k", "blocks", "section", "total_heads", "left", "right", "heads", "threshold"]
 )
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, level_ptr, delta_ptr, norm_ptr, dq_ptr, dslope_ptr, mask_ptr, slopes_ptr, sinks_ptr,
-    cu_q_ptr, cu_k_ptr, seed_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, level_ptr, delta_ptr, norm_ptr, dq_ptr, dslope_ptr, dlse_ptr, mask_ptr, slopes_ptr,
+    sinks_ptr, cu_q_ptr, cu_k_ptr, seed_ptr,
     stride_qb: tl.int64, stride_qs: tl.int64, stride_qh: tl.int64, stride_qd,
     stride_kb: tl.int64, stride_ks: tl.int64, stride_kh: tl.int64, stride_kd,
     stride_vb: tl.int64, stride_vs: tl.int64, stride_vh: tl.int64, stride_vd,
@@ -430,20 +444,20 @@ def dq_kernel(
     masked_blocks = edge_blocks + (full - start) // BLOCK_N
 
     dq = empty(PARTS, BLOCK_M)
-    dslope = tl.zeros((BLOCK_M,), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
+    sums = (total, total, total)  # of the slope
     for b in tl.range(0, masked_blocks, num_stages=STAGES):
         n = split_block(b, edge, edge_blocks, start, BLOCK_N)
-        dq, dslope, total = dq_step(
-            dq, dslope, total, q, do, level, delta, row0, n, k_ptr, v_ptr, mask_ptr, stride_ks, stride_kd,
+        dq, sums, total = dq_step(
+            dq, sums, total, q, do, level, delta, row0, n, k_ptr, v_ptr, mask_ptr, stride_ks, stride_kd,
             stride_vs, stride_vd, stride_mm, stride_mn, seq_q, seq_k, shift, left, right, scale, softcap, slope,
             drop, keep_scale, DIM, DIM_V, PARTS, PARTS_V, BLOCK_M, BLOCK_N, True, LEFT, RIGHT, SOFTCAP, ALIBI, MASK,
             PRECISION, UNIT, WANT_SLOPE, WANT_NORM,
         )  # fmt: skip
     if MASK == "none":
         for n in tl.range(full, edge, BLOCK_N, num_stages=STAGES):
-            dq, dslope, total = dq_step(
-                dq, dslope, total, q, do, level, delta, row0, n, k_ptr, v_ptr, mask_ptr, stride_ks, stride_kd,
+            dq, sums, total = dq_step(
+                dq, sums, total, q, do, level, delta, row0, n, k_ptr, v_ptr, mask_ptr, stride_ks, stride_kd,
                 stride_vs, stride_vd, stride_mm, stride_mn, seq_q, seq_k, shift, left, right, scale, softcap, slope,
                 drop, keep_scale, DIM, DIM_V, PARTS, PARTS_V, BLOCK_M, BLOCK_N, False, LEFT, RIGHT, SOFTCAP, ALIBI,
                 MASK, PRECISION, UNIT, WANT_SLOPE, WANT_NORM,
@@ -451,16 +465,25 @@ def dq_kernel(
 
     dq_ptr += batch * stride_xb + (q_row + row0) * stride_xs + head * stride_xh
     norm = tl.full((BLOCK_M,), 1.0, tl.float32)
+    sunk = tl.zeros((BLOCK_M,), tl.float32)  # the sink's weight
+    if sinks_ptr is not None and (WANT_NORM or WANT_SLOPE):
+        sink = tl.load(sinks_ptr + head * stride_sh).to(tl.float32) * UNIT
+        sunk = tl.exp2((sink - level) * (LOG2E / UNIT))
     if WANT_NORM:
         if sinks_ptr is not None:
-            sink = tl.load(sinks_ptr + head * stride_sh).to(tl.float32) * UNIT
-            total += tl.exp2((sink - level) * (LOG2E / UNIT))
+            total += sunk
         norm = 1 / tl.where(total == 0, 1.0, total)
         tl.store(norm_ptr + batch * stride_lb + head * stride_lh + q_row + offs_m, norm, mask=inside)
     factor = norm * grad_scale
     store_parts(dq_ptr + tl.arange(0, BLOCK_M)[:, None] * stride_xs, dq, factor, inside, DIM, PARTS)
     if WANT_SLOPE:
-        tl.store(dslope_ptr + bh.to(tl.int64) * blocks + block_m, tl.sum(tl.where(inside, dslope * norm, 0.0)))
+        dlse = tl.zeros((BLOCK_M,), tl.float32)
+        if dlse_ptr is not None:
+            dlse = load_rows(dlse_ptr + batch * stride_lb + head * stride_lh + q_row, offs_m, seq_q, True)
+        before = tl.maximum(-(offs_m + shift), 0).to(tl.float32)
+        dslope = slope_gradient(sums, norm, delta, dlse, norm * sunk, before)
+        sees = inside & (level != float("inf"))
+        tl.store(dslope_ptr + bh.to(tl.int64) * blocks + block_m, tl.sum(tl.where(sees, dslope, 0.0)))
 
 
 def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Given) -> RunBackward:
@@ -468,6 +491,8 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
     call, wanted = problem.call, problem.wanted
     gpu = gpu or GPUS["h200"]  # the interpreter takes the tiles of a real GPU
     tiles = backward_tiles.choose(call, gpu)
+    if len({aligned(x) for x in (*tensors[:3], given.grad_out)}) > 1:
+        tiles = tiles.unpipelined()
     q, k, v, slopes, sinks, mask = tensors[:6]
     normalise = call.element_bytes > 2
     want_dq, want_dkdv = normalise or "q" in wanted or "alibi_slopes" in wanted, "k" in wanted or "v" in wanted
@@ -524,7 +549,9 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
         stats = (q, k, v, grad_out, level, delta, norm)
         if want_dq and heads_q * dq_blocks:
             dq = torch.empty_like(q, memory_format=torch.contiguous_format) if grads[0] is None else grads[0]
-            others = (dq, dslope, mask, slopes, sinks, cu_q, cu_k, seed)
+            # as the level lies in memory
+            dlse = None if dslope is None or grad_lse is None else grad_lse.contiguous()
+            others = (dq, dslope, dlse, mask, slopes, sinks, cu_q, cu_k, seed)
             dq_launcher(heads_q * dq_blocks, device, (*stats, *others), (*dq_numbers, *numbers))
         if want_dkdv and heads_k * dkdv_blocks:
             others = (*grads[1:3], mask, slopes, cu_q, cu_k, seed)
@@ -540,6 +567,11 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
             return run(tensors, given, softmax_scale, softcap)
 
     return guarded
+
+
+def aligned(x: Tensor) -> bool:
+    """Whether Triton copies rows of x asynchronously: it knows of strides only whether they are multiples of 16."""
+    return x.data_ptr() % 16 == 0 and x.stride(-1) == 1 and not any(step % 16 for step in x.stride()[:-1])
 
 
 def unit_of(problem: AttentionProblem) -> float:

@@ -33,6 +33,7 @@ def _compile(
         "mask_ptr": problem.mask is not None, "slopes_ptr": problem.alibi, "dslope_ptr": problem.alibi,
         "cu_q_ptr": problem.varlen, "cu_k_ptr": problem.varlen, "seed_ptr": problem.dropout_p > 0,
         "sinks_ptr": problem.sinks, "norm_ptr": problem.element_bytes > 2,
+        "dlse_ptr": problem.alibi or kernel is rows_kernel,
     }  # fmt: skip
     types: dict[str, str] = {}
     absent: dict[str, object] = {}

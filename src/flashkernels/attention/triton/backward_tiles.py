@@ -6,6 +6,7 @@ The lists come from what the compiler says (registers and spills in the loops), 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -32,6 +33,11 @@ class BackwardTiles(NamedTuple):
 
     dkdv: Tile  # one block of keys, all query rows that see it
     dq: Tile  # one block of query rows, all keys that it sees
+
+    def unpipelined(self) -> BackwardTiles:
+        """Where some operands of a loop are copied asynchronously and some are not, Triton 3.6 lets a wgmma read what
+        is already being overwritten (seen at head_dim=16 with head_dim_v=40): one stage waits for each product."""
+        return BackwardTiles(replace(self.dkdv, stages=1), replace(self.dq, stages=1))
 
 
 # dK and dV are two accumulators of block_n rows, so registers run out early. wgmma takes K and V from shared memory,
@@ -63,7 +69,9 @@ def choose(problem: AttentionProblem, gpu: Gpu) -> BackwardTiles:
 
 def _first(name: str, rules: tuple[Rule, ...], problem: AttentionProblem, gpu: Gpu) -> Tile:
     if problem.element_bytes == 2:
-        parts, parts_v = in_two(problem.head_dim), in_two(problem.head_dim_v)
+        # Triton 3.6 gives wgmma wrong addresses of 16 columns that come through registers: sums of dK and dQ were wrong
+        least = 2 * SMALLEST_PART if gpu.has_wgmma else SMALLEST_PART
+        parts, parts_v = in_two(problem.head_dim, least), in_two(problem.head_dim_v, least)
     else:
         parts, parts_v = parts_of("exact", problem)
     mean = (sum(parts) + sum(parts_v)) // 2
@@ -79,15 +87,15 @@ def _first(name: str, rules: tuple[Rule, ...], problem: AttentionProblem, gpu: G
 
 
 @cache
-def in_two(dim: int) -> tuple[int, ...]:
-    """The sum of at most two powers of two that covers `dim` with the least padding.
+def in_two(dim: int, least: int = SMALLEST_PART) -> tuple[int, ...]:
+    """The sum of at most two powers of two, none below `least`, that covers `dim` with the least padding.
 
     Three parts spill, everywhere; so does a second part of less than a quarter of the first.
 
     >>> [in_two(dim) for dim in (8, 72, 112, 144, 176, 208, 272, 512)]
     [(16,), (64, 16), (128,), (128, 32), (128, 64), (256,), (256, 64), (256, 256)]
     """
-    sizes = [1 << e for e in range(SMALLEST_PART.bit_length() - 1, LARGEST_PART.bit_length())]
+    sizes = [1 << e for e in range(least.bit_length() - 1, LARGEST_PART.bit_length())]
     sums = [(a,) for a in sizes] + [(a, b) for a in sizes for b in sizes if a >= b >= a // 4]
     return min((parts for parts in sums if sum(parts) >= dim), key=lambda parts: (sum(parts), len(parts)))
 

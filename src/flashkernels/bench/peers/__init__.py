@@ -29,6 +29,7 @@ class Peer:
     cuda: bool = False
     slow: bool = False  # compiles for minutes: only on request
     op: str = "attention"
+    gradients: bool = False  # autograd goes through its call: also a rival of attention_backward
 
     def available(self, device: str) -> str | None:
         """Why this peer cannot run on this machine, or None."""
@@ -49,14 +50,14 @@ class Peer:
 
 PEERS = (
     Peer("naive", "naive:prepare"),
-    Peer("sdpa-flash", "sdpa:flash"),
-    Peer("sdpa-cudnn", "sdpa:cudnn", cuda=True),
-    Peer("sdpa-efficient", "sdpa:efficient", cuda=True),
+    Peer("sdpa-flash", "sdpa:flash", gradients=True),
+    Peer("sdpa-cudnn", "sdpa:cudnn", cuda=True, gradients=True),
+    Peer("sdpa-efficient", "sdpa:efficient", cuda=True, gradients=True),
     Peer("sdpa-math", "sdpa:math"),
     # FA4 alone also makes a package called flash_attn, so flash-attn is recognised by its own module.
-    Peer("flash-attn", "flash_attn:prepare", library="flash_attn.flash_attn_interface", cuda=True),
-    Peer("fa4", "fa4:prepare", library="flash_attn.cute", cuda=True),
-    Peer("flex", "flex:prepare", library="triton", cuda=True, slow=True),
+    Peer("flash-attn", "flash_attn:prepare", library="flash_attn.flash_attn_interface", cuda=True, gradients=True),
+    Peer("fa4", "fa4:prepare", library="flash_attn.cute", cuda=True, gradients=True),
+    Peer("flex", "flex:prepare", library="triton", cuda=True, slow=True, gradients=True),
     Peer("flashinfer", "flashinfer:prepare", library="flashinfer", cuda=True, slow=True),
     Peer("cudnn-dense", "dense_decode:prepare", cuda=True, op="decode"),
     Peer("torch-moe", "torch_moe:prepare", op="moe"),
@@ -72,10 +73,11 @@ def choose(names: str, op: str = "attention") -> tuple[Peer, ...]:
     """
     if names == "none":
         return ()
+    theirs = [peer for peer in PEERS if peer.op == op or (op == "attention_backward" and peer.gradients)]
     if names in ("all", "fast"):
-        return tuple(peer for peer in PEERS if peer.op == op and (names == "all" or not peer.slow))
+        return tuple(peer for peer in theirs if names == "all" or not peer.slow)
     wanted = [name.strip() for name in names.split(",")]
-    known = [peer.name for peer in PEERS if peer.op == op]
+    known = [peer.name for peer in theirs]
     for name in wanted:
         if name not in known:
             raise ValueError(f"peers={name!r} is not one of 'all', 'fast', 'none', {', '.join(map(repr, known))}")

@@ -18,7 +18,6 @@ from flashkernels.fused.triton.blocks import Launch, resident
 from flashkernels.hardware import Gpu
 
 LEAST = tl.constexpr(float("-inf"))
-UNKNOWN = tl.constexpr(float("nan"))
 PER_LANE = 8  # logits that share a maximum while it is not final: 16 bytes
 # One program a multiprocessor: its rows, 256 KB of a vocabulary of 128 K, are in the L2 when they are read again.
 BLOCK, WARPS = 16384, 32
@@ -87,14 +86,14 @@ def loss_kernel(
             loss = lse - (1 - smoothing) * chosen + z_weight * lse * lse
             if SMOOTHED:
                 loss -= smoothing * (tl.sum(plain, 0) / width)
-            tl.store(loss_ptr + row, tl.where(known, loss, UNKNOWN))
+            tl.store(loss_ptr + row, tl.where(known, loss, float("nan")))
             if lse_ptr is not None:
                 tl.store(lse_ptr + row, lse)
         if grad_ptr is not None:
             # What is written below may be the logits themselves: `chosen` must have been read by every thread.
             tl.debug_barrier()
             scale = tl.load(scale_ptr + row * scale_step).to(tl.float32)
-            scale = tl.where(known, scale, UNKNOWN)
+            scale = tl.where(known, scale, float("nan"))
             pull = 1 + 2 * z_weight * lse
             for start in tl.range(0, width, BLOCK):
                 inside = start + cols < width
