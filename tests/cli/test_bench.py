@@ -160,6 +160,30 @@ def test_table_fills_the_block_and_nothing_else(readme: Path, tmp_path: Path) ->
     assert "NVIDIA H200, 2026-11-15, commit 0123456789, torch 2.11.0." in text
 
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
+
+
+@pytest.mark.parametrize(
+    ("suite", "file", "line"),
+    [
+        ("formats", "decode-formats", "| bf16-b16-s32768 | 4.06 | 2.92 | 4.50 |"),
+        ("route", "moe-route", "| t32768-e64-k2-graph | 26.1 | "),
+        ("layer", "moe-layer", "| mixtral-8x7b-t4096-fp8 | "),
+    ],
+)
+def test_tables_by_case(suite: str, file: str, line: str, tmp_path: Path) -> None:
+    path = tmp_path / "notes.md"
+    path.write_text(f"<!-- table:{suite} -->\n<!-- /table -->\n")
+    table([RESULTS / f"{file}.json"], into=path)
+    text = path.read_text()
+    assert line in text and "NVIDIA H200, 2026-11-15, commit de09055" in text
+
+
+def test_the_notes_show_the_committed_results() -> None:
+    notes = RESULTS.parents[2] / "docs" / "notes" / "decode.md"
+    table([RESULTS / "decode-formats.json"], into=notes, check=True)
+
+
 def test_check_tells_whether_the_file_is_up_to_date(readme: Path, tmp_path: Path) -> None:
     results = results_file(tmp_path / "r.json")
     before = readme.read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,10 @@ from flashkernels.bench.results import Results, Row, fastest, read, write
 BLOCK = re.compile(r"<!-- table:(\w+) -->\n.*?<!-- /table -->", re.DOTALL)
 KINDS = ("full", "causal")
 STANDARD = "triton-standard"
-TITLES = {"sdpa-cudnn": "cuDNN", "sdpa-flash": "SDPA flash", "fa4": "FA4", STANDARD: "padding (`standard`)"}
+TITLES = {
+    "sdpa-cudnn": "cuDNN", "sdpa-flash": "SDPA flash", "fa4": "FA4", STANDARD: "padding (`standard`)",
+    "cudnn-dense": "cuDNN, dense", "torch-moe": "torch",
+}  # fmt: skip
 PADDED = "triton"  # the kernel that can also pad
 
 
@@ -22,7 +26,7 @@ def table(
     into: Annotated[Path, typer.Option(help="The Markdown file with the markers.")],
     check: Annotated[bool, typer.Option("--check", help="Change nothing; exit 1 if the file is out of date.")] = False,
 ) -> None:
-    """Regenerate the tables between `<!-- table:headdims -->` and `<!-- /table -->`."""
+    """Regenerate the tables between `<!-- table:SUITE -->` and `<!-- /table -->`: headdims, formats, route or layer."""
     measured: dict[str, Results] = {}
     for path in results:
         one = read(path)
@@ -95,7 +99,40 @@ def headdims(results: Results) -> str:
     return "\n".join([*lines, "", caption])
 
 
-TABLES = {"headdims": headdims}
+def by_case(suite: str, figure: str, show: Callable[[Row], str]) -> Callable[[Results], str]:
+    """A table maker: a line for each case of `suite`, a column for everyone who was timed."""
+
+    def made(results: Results) -> str:
+        rows: dict[str, list[Row]] = {}
+        for row in results.rows:
+            if row.suite == suite:
+                rows.setdefault(row.case, []).append(row)
+        timed = {row.impl for group in rows.values() for row in group if row.ok}
+        shown = [impl for impl in results.impls() if impl in timed]
+        lines = [
+            f"| case | {' | '.join(TITLES.get(impl, impl) for impl in shown)} |",
+            "| --- |" + " ---: |" * len(shown),
+        ]
+        for case, group in rows.items():
+            found = [_named(group, impl) for impl in shown]
+            lines.append(f"| {case} | {' | '.join('-' if row is None else show(row) for row in found)} |")
+        meta, commits = results.meta, ", ".join(commit[:10] for commit in results.commits())
+        caption = (
+            f"{figure}. {meta['gpu'] or meta['cpu']}, {meta['date'][:10]}, commit {commits}, torch {meta['torch']}."
+        )
+        return "\n".join([*lines, "", caption])
+
+    return made
+
+
+TABLES = {
+    "headdims": headdims,
+    "formats": by_case("formats", "TB/s of the cache's own bytes, CUDA graph, cold L2", lambda row: f"{row.tbps:.2f}"),
+    "route": by_case("route", "Microseconds", lambda row: f"{1e6 * row.seconds:.1f}"),
+    "layer": by_case(
+        "layer", "Milliseconds (TFLOPS), CUDA graph", lambda row: f"{1e3 * row.seconds:.3f} ({row.tflops:.0f})"
+    ),
+}
 
 
 def _named(rows: list[Row], impl: str) -> Row | None:

@@ -19,8 +19,8 @@ from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import unwatched
 
 # What decides between one kernel and cuBLAS with the activation after it. Speed of our product, cuBLAS's being 1: with
-# SwiGLU 0.99 and 1.01, with GELU 0.81 and 0.87, where both ways then take the same time (H200, 2026-11-15, bf16, 4096 and
-# 16384 rows). The others are assumed.
+# SwiGLU 0.99 and 1.01, with GELU 0.81 and 0.87, where both ways then take the same time (H200, 2026-11-15, bf16, 4096
+# and 16384 rows). The others are assumed.
 BOUND_BY_COMPUTE, BOUND_BY_MEMORY = 0.94, 1.0
 REACHED = 0.7  # of the data sheet's peak, by cuBLAS
 LAUNCH = 3e-6  # seconds that one more kernel costs
