@@ -108,7 +108,7 @@ def main(file: str, cases: Callable[[], Iterable[Case]]) -> None:
     gpu = detect() if GPU else None
     rows = measure(cases())
     name = str(Path(file).resolve().relative_to(HERE).with_suffix(""))
-    print(f"{name} on {gpu.name if gpu else 'the CPU, in the interpreter of Triton: the times mean nothing'}")
+    print(f"{name} on {gpu.name if gpu else 'the CPU, interpreted or emulated: the times mean nothing'}")
     head, lines = columns(rows, gpu)
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
     for line in (head, *lines):
