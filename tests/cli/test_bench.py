@@ -179,9 +179,10 @@ def test_tables_by_case(suite: str, file: str, line: str, tmp_path: Path) -> Non
     assert line in text and "NVIDIA H200, 2026-11-15, commit de09055" in text
 
 
-def test_the_notes_show_the_committed_results() -> None:
-    notes = RESULTS.parents[2] / "docs" / "notes" / "decode.md"
-    table([RESULTS / "decode-formats.json"], into=notes, check=True)
+@pytest.mark.parametrize(("note", "files"), [("decode", ["decode-formats"]), ("moe", ["moe-route", "moe-layer"])])
+def test_the_notes_show_the_committed_results(note: str, files: list[str]) -> None:
+    notes = RESULTS.parents[2] / "docs" / "notes" / f"{note}.md"
+    table([RESULTS / f"{file}.json" for file in files], into=notes, check=True)
 
 
 def test_check_tells_whether_the_file_is_up_to_date(readme: Path, tmp_path: Path) -> None:

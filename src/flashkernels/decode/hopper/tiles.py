@@ -70,6 +70,7 @@ def candidates(problem: DecodeProblem) -> tuple[HopperDecodeTile, ...]:
     stage read 3.9 TB/s where 8 of three read 3.6 (B=64, 4096 keys). Small numbers take more keys a step.
     """
     key = stored_bytes(problem.format, problem.head_dim) + stored_bytes(problem.format, problem.head_dim_v)
+    sizes: tuple[tuple[int, int, int], ...]  # warps, sixteens of keys, stages
     if key > 4 * ROW:
         sizes = ((6, 1, 2), (8, 1, 1), (4, 1, 1))
     elif key > 2 * ROW:

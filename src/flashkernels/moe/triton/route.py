@@ -156,35 +156,36 @@ def choose(
 
 @triton.jit
 def publish(
-    counts, counts_ptr, offsets_ptr, tile_offsets_ptr, tiles_ptr, writes, start, end, first, last,
-    E: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    counts, counts_ptr, offsets_ptr, tile_offsets_ptr, tiles_ptr, worker, workers, most, first, last,
+    E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Entries start <= i < end of the schedule; where `writes`, also counts and offsets."""
+    """The share of one of `workers` programs in the schedule; the first also writes counts and offsets.
+
+    Experts write their own tiles, all of them at once: the j-th of each, and there are few j. What is past the last
+    tile becomes -1.
+    """
     cols = tl.arange(0, E)
     need = (counts + (BLOCK - 1)) // BLOCK
-    ends = tl.cumsum(need, 0)
+    begin = tl.cumsum(need, 0) - need
     tiles = tl.sum(need, 0)
-    if writes:
+    if worker == 0:
         mine = (cols >= first) & (cols < last)
         tl.store(counts_ptr + cols - first, counts, mask=mine)
         tl.store(offsets_ptr + cols - first, tl.cumsum(counts, 0) - counts, mask=mine)
-        tl.store(tile_offsets_ptr + cols - first, ends - need, mask=mine)
+        tl.store(tile_offsets_ptr + cols - first, begin, mask=mine)
         tl.store(offsets_ptr + last - first, tl.sum(counts, 0))
         tl.store(tile_offsets_ptr + last - first, tiles)
-    for i in tl.range(start, end, STEP):
-        index = i + tl.arange(0, STEP)
-        passed = ends[None, :] <= index[:, None]  # experts whose tiles all come before
-        expert = tl.sum(passed.to(tl.int32), 1) - first
-        begin = tl.max(tl.where(passed, ends[None, :], 0), 1)
-        tl.store(tiles_ptr + index, tl.where(index < tiles, expert + TILE * (index - begin), -1), mask=index < end)
+    for j in tl.range(worker, tl.max(need, 0), workers):
+        tl.store(tiles_ptr + begin + j, cols - first + TILE * j, mask=j < need)
+    for i in tl.range(tiles + worker * E, most, workers * E):
+        tl.store(tiles_ptr + i + cols, tl.full((E,), -1, tl.int32), mask=i + cols < most)
 
 
 @triton.jit
 def place_all(
     ids_ptr, inverse_ptr, table_ptr, counts_ptr, offsets_ptr, permutation_ptr, tiles_ptr, tile_offsets_ptr,
     items, used_items, tokens_of_part, most, parts, first, last,
-    K: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-    ITEMS: tl.constexpr,
+    K: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     """All items of a small batch, by one program."""
     part = tl.arange(0, PARTS)
@@ -204,15 +205,14 @@ def place_all(
     tl.store(permutation_ptr + place, item, mask=kept)
     tl.store(permutation_ptr + item, -1, mask=(item < items) & (item >= tl.sum(counts, 0)))
     tl.store(inverse_ptr + item, tl.where(kept, place, -1), mask=item < items)
-    publish(counts, counts_ptr, offsets_ptr, tile_offsets_ptr, tiles_ptr, True, 0, most, first, last, E, BLOCK, STEP)
+    publish(counts, counts_ptr, offsets_ptr, tile_offsets_ptr, tiles_ptr, 0, 1, most, first, last, E, BLOCK)
 
 
 @triton.jit
 def finish(
     ids_ptr, inverse_ptr, table_ptr, counts_ptr, offsets_ptr, permutation_ptr, tiles_ptr, tile_offsets_ptr, done_ptr,
     tokens, used, tokens_of_part, most, parts, first, last,
-    K: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-    ITEMS: tl.constexpr,
+    K: tl.constexpr, E: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
     """Ends a program of a small batch: the last one of all places the items."""
     tl.debug_barrier()  # what other threads of this program have stored comes before
@@ -224,7 +224,7 @@ def finish(
             tl.store(done_ptr, 0)  # as the next launch wants to find it
         place_all(
             ids_ptr, inverse_ptr, table_ptr, counts_ptr, offsets_ptr, permutation_ptr, tiles_ptr, tile_offsets_ptr,
-            tokens * K, used * K, tokens_of_part, most, parts, first, last, K, E, PARTS, BLOCK, STEP, ITEMS,
+            tokens * K, used * K, tokens_of_part, most, parts, first, last, K, E, PARTS, BLOCK, ITEMS,
         )  # fmt: skip
 
 
@@ -243,8 +243,8 @@ def choose_kernel(
     tokens, steps, most, parts, first, last, stride_t: tl.int64, scale,
     EXPERTS: tl.constexpr, E: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, ROWS: tl.constexpr,
     GROUPS: tl.constexpr, GROUPS2: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, SIGMOID: tl.constexpr,
-    RENORMALISE: tl.constexpr, SMALL: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-    ITEMS: tl.constexpr, EARLY: tl.constexpr,
+    RENORMALISE: tl.constexpr, SMALL: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     PLANNED: tl.constexpr = inverse_ptr is not None
     if EARLY:
@@ -276,7 +276,7 @@ def choose_kernel(
         if SMALL:
             finish(
                 ids_ptr, inverse_ptr, table_ptr, counts_ptr, offsets_ptr, permutation_ptr, tiles_ptr, tile_offsets_ptr,
-                done_ptr, tokens, used, steps * ROWS, most, parts, first, last, K, E, PARTS, BLOCK, STEP, ITEMS,
+                done_ptr, tokens, used, steps * ROWS, most, parts, first, last, K, E, PARTS, BLOCK, ITEMS,
             )  # fmt: skip
 
 
@@ -286,7 +286,7 @@ def count_kernel(
     permutation_ptr, tiles_ptr, tile_offsets_ptr, done_ptr,
     tokens, steps, most, parts, first, last, stride_t: tl.int64, stride_j,
     E: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, SMALL: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr, STEP: tl.constexpr, ITEMS: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, ITEMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """As `choose_kernel`, for ids (T, K) that are given. A token may name an expert twice."""
     if EARLY:
@@ -313,7 +313,7 @@ def count_kernel(
     if SMALL:
         finish(
             given_ptr, inverse_ptr, table_ptr, counts_ptr, offsets_ptr, permutation_ptr, tiles_ptr, tile_offsets_ptr,
-            done_ptr, tokens, used, steps * ROWS, most, parts, first, last, K, E, PARTS, BLOCK, STEP, ITEMS,
+            done_ptr, tokens, used, steps * ROWS, most, parts, first, last, K, E, PARTS, BLOCK, ITEMS,
         )  # fmt: skip
 
 
@@ -328,7 +328,7 @@ def local_id(given_ptr, at, j, here, stride_t, stride_j, first, last):
 def place_kernel(
     ids_ptr, used_ptr, inverse_ptr, table_ptr, counts_ptr, offsets_ptr, permutation_ptr, tiles_ptr, tile_offsets_ptr,
     tokens, of_part, most, parts, first, last,
-    K: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, ITEMS: tl.constexpr,
+    K: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ITEMS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """The items of one part: `of_part` tokens. Where EARLY, it is launched before the first kernel has ended."""
@@ -337,14 +337,16 @@ def place_kernel(
     pid = tl.program_id(0)
     used = tokens_used(used_ptr, tokens)
     cols = tl.arange(0, E)
-    counts = tl.zeros((E,), tl.int32)
-    before = tl.zeros((E,), tl.int32)
+    # summed row by row first and across threads once: each sum over rows meets at a barrier
+    all_rows = tl.zeros((ROWS, E), tl.int32)
+    rows_before = tl.zeros((ROWS, E), tl.int32)
     for row in tl.range(0, parts, ROWS):
         part = row + tl.arange(0, ROWS)
         table = tl.load(table_ptr + part[:, None] * E + cols[None, :], mask=(part < parts)[:, None], other=0)
-        counts += tl.sum(table, 0)
-        before += tl.sum(tl.where((part < pid)[:, None], table, 0), 0)
-    base = tl.cumsum(counts, 0) - counts + before
+        all_rows += table
+        rows_before += tl.where((part < pid)[:, None], table, 0)
+    counts = tl.sum(all_rows, 0)
+    base = tl.cumsum(counts, 0) - counts + tl.sum(rows_before, 0)
     placed = tl.sum(counts, 0)
     end = tl.minimum((pid + 1) * of_part, tokens) * K
     for i in tl.range(pid * of_part * K, end, ITEMS):
@@ -358,10 +360,7 @@ def place_kernel(
         tl.store(permutation_ptr + place, item, mask=kept)
         tl.store(permutation_ptr + item, -1, mask=inside & (item >= placed))
         tl.store(inverse_ptr + item, tl.where(kept, place, -1), mask=inside)
-    each = (most + parts - 1) // parts
-    start = tl.minimum(pid * each, most)
-    publish(counts, counts_ptr, offsets_ptr, tile_offsets_ptr, tiles_ptr, pid == 0, start,
-            tl.minimum(start + each, most), first, last, E, BLOCK, STEP)  # fmt: skip
+    publish(counts, counts_ptr, offsets_ptr, tile_offsets_ptr, tiles_ptr, pid, parts, most, first, last, E, BLOCK)
 
 
 # --- how a routing is cut
@@ -418,10 +417,8 @@ def zeros_for(x: Tensor) -> Any:
 def plan_constants(problem: RouteProblem, whole: Cut, block: int, gpu: Gpu | None) -> dict[str, Any]:
     """The compile-time values of placing, in the kernels' order."""
     small = problem.tokens * problem.k <= SMALL
-    wide = triton.next_power_of_2(max(16, problem.experts))
     return {
         "SMALL": small, "PARTS": triton.next_power_of_2(whole.parts) if small else 1, "BLOCK": block or 1,
-        "STEP": max(1, min(32, 8192 // wide)),
         "ITEMS": triton.next_power_of_2(max(1, problem.tokens * problem.k)) if small else 1,
         "EARLY": starts_early(gpu) and block > 0 and not small,
     }  # fmt: skip
@@ -473,9 +470,7 @@ def constants(problem: RouteProblem, whole: Cut, call: Call, gpu: Gpu | None) ->
 class Finisher:
     """The second launch, where there is one."""
 
-    def __init__(
-        self, problem: RouteProblem, whole: Cut, call: Any, device: torch.device, gpu: Gpu | None
-    ) -> None:
+    def __init__(self, problem: RouteProblem, whole: Cut, call: Any, device: torch.device, gpu: Gpu | None) -> None:
         small = problem.tokens * problem.k <= SMALL
         self.counted = small and whole.parts > 1
         self.whole = whole
@@ -485,7 +480,7 @@ class Finisher:
         fixed = plan_constants(problem, whole, call.block, gpu)
         items = min(2048, triton.next_power_of_2(max(1, whole.tokens * problem.k)))
         constants = {
-            "K": problem.k, "E": wide, "ROWS": max(1, 8192 // wide), "BLOCK": fixed["BLOCK"], "STEP": fixed["STEP"],
+            "K": problem.k, "E": wide, "ROWS": max(1, 8192 // wide), "BLOCK": fixed["BLOCK"],
             "ITEMS": items, "EARLY": fixed["EARLY"],
         }  # fmt: skip
         self.launch = None if small else Launch(place_kernel, constants, 8, device)
