@@ -72,8 +72,7 @@ struct Schedule {
   const Params& p;
   const u32 smem;
   int total, ranges, pieces;
-  int large;       // ranges that have four units of steps; the others, which come last, have one: blocks end together
-  int each, rest;  // steps of a unit; the first `rest` of them have one more
+  int each, rest;  // steps of a range; the first `rest` of them have one more
 
   DEVICE Schedule(const Params& p, u32 smem) : p(p), smem(smem) {
     total = start(p.batch);
@@ -81,17 +80,14 @@ struct Schedule {
     const int worth = (int)min((i64)p.most_pieces, (i64)total * p.kv_heads / (LEAST * WARPS));
     ranges = max(1, min(min(total, MOST_RANGES), max((int)gridDim.x, worth) / p.kv_heads));
     pieces = total ? ranges * p.kv_heads : 0;
-    large = pieces > 2 * (int)gridDim.x ? ranges * 3 / 7 : 0;
-    each = total / units(ranges);
-    rest = total % units(ranges);
+    each = total / ranges;
+    rest = total % ranges;
   }
-  DEVICE int units(int range) const { return range + 3 * min(range, large); }  // before it
   DEVICE int start(int b) const { return int_at(smem + STARTS_AT + 4 * b); }
-  DEVICE int begin(int range) const { return units(range) * each + min(units(range), rest); }
+  DEVICE int begin(int range) const { return range * each + min(range, rest); }
   DEVICE int range_of(int step) const {
     const int long_ones = rest * (each + 1);
-    const int unit = step < long_ones ? step / (each + 1) : rest + (step - long_ones) / each;
-    return unit < 4 * large ? unit / 4 : unit - 3 * large;
+    return step < long_ones ? step / (each + 1) : rest + (step - long_ones) / each;
   }
 
   // The part that starts at step `item` of the list, and ends there or with its unit.
