@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flashkernels.aot.warm import warmup as warmup
     from flashkernels.attention.api import attention as attention, attention_varlen as attention_varlen
-    from flashkernels.attention.explain import explain as explain
     from flashkernels.attention.fp8 import quantise_qkv as quantise_qkv
     from flashkernels.attention.module import Attention as Attention
     from flashkernels.decode.api import attention_paged as attention_paged, decode as decode
     from flashkernels.decode.merge import cascade_decode as cascade_decode, merge_states as merge_states
     from flashkernels.dispatch import UnsupportedError as UnsupportedError
+    from flashkernels.explained import explain as explain
     from flashkernels.fused.activation import (
         geglu as geglu,
         gelu as gelu,
@@ -55,7 +55,7 @@ _MODULES = {
     "cascade_decode": "flashkernels.decode.merge",
     "decode": "flashkernels.decode.api",
     "detect": "flashkernels.hardware",
-    "explain": "flashkernels.attention.explain",
+    "explain": "flashkernels.explained",
     "geglu": "flashkernels.fused.activation",
     "gelu": "flashkernels.fused.activation",
     "graph": "flashkernels.jit.graph",

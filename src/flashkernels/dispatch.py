@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Any
 
@@ -24,8 +24,19 @@ if environment.logs("dispatch"):
     log.addHandler(logging.StreamHandler())
 
 
+ASKING = "?"  # as the name of an implementation: the call is not made, `Asked` has its problem
+
+
 class UnsupportedError(ValueError):
     """No implementation, or not the one asked for, can serve this call; the message has the reason."""
+
+
+class Asked(Exception):
+    """Ends a call with impl="?" where it would choose, after its own checks."""
+
+    def __init__(self, problem: Any, gpu: Gpu | None) -> None:
+        super().__init__(f"impl={ASKING!r} asks what would serve {problem}; explain() does")
+        self.problem, self.gpu = problem, gpu
 
 
 Answer = Callable[[Any, "Gpu | None"], "str | None"]
@@ -68,6 +79,8 @@ def verdicts(impls: Sequence[Impl], problem: Any, gpu: Gpu | None) -> list[Verdi
 def select(impls: Sequence[Impl], problem: Any, gpu: Gpu | None, name: str = "auto") -> Impl:
     """The implementation called `name`, or with "auto" the first that does not reject the problem."""
     names = [impl.name for impl in impls]
+    if name == ASKING:
+        raise Asked(problem, gpu)
     if name != "auto" and name not in names:
         raise ValueError(f"impl={name!r} is not one of 'auto', {', '.join(map(repr, names))}")
     refusals: list[str] = []
@@ -82,6 +95,78 @@ def select(impls: Sequence[Impl], problem: Any, gpu: Gpu | None, name: str = "au
             return impl
         refusals.append(f"{impl.name}: {reason}")
     raise UnsupportedError(f"impl={name!r} cannot serve this call: {'; '.join(refusals)}")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What decides one call. `print` it, or read the fields; those of the roofline are None without a GPU, or where it
+    has no rate for the dtype."""
+
+    op: str
+    problem: Any  # has dtype, flops() and bytes()
+    gpu: Gpu | None
+    impl: str
+    named: bool  # asked for by name, not chosen
+    verdicts: list[Verdict]
+    tile: Any = None  # how the kernel that serves cuts its work, where there is a choice; it has a name
+    words: tuple[str, ...] = ()  # what the tile means
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs for every byte that must move."""
+        return self.problem.flops() / max(1, self.problem.bytes())
+
+    @property
+    def compute(self) -> float | None:
+        """Seconds that the arithmetic takes at the GPU's peak."""
+        if self.gpu is None or self.problem.dtype not in self.gpu.peak:
+            return None
+        return self.problem.flops() / self.gpu.peak[self.problem.dtype]
+
+    @property
+    def memory(self) -> float | None:
+        """Seconds that the traffic takes at the GPU's bandwidth."""
+        return None if self.gpu is None else self.problem.bytes() / self.gpu.bandwidth
+
+    @property
+    def floor(self) -> float | None:
+        """The roofline: no kernel is faster than this many seconds on this GPU."""
+        return None if self.compute is None or self.memory is None else max(self.compute, self.memory)
+
+    @property
+    def bound(self) -> str | None:
+        if self.compute is None or self.memory is None:
+            return None
+        return "compute" if self.compute >= self.memory else "memory"
+
+    def title(self) -> str:
+        """The op and its problem: what the problem requires, and what is not as usual."""
+        known = [f for f in fields(self.problem) if f.name not in ("op", "dtype", "device", "traffic")]
+        told = [(f.name, getattr(self.problem, f.name)) for f in known if getattr(self.problem, f.name) != f.default]
+        return " ".join([self.op, self.problem.dtype, *(f"{name}={value}" for name, value in told)])
+
+    def tiling(self) -> list[str]:
+        """Lines on how the work is cut."""
+        return [f"tile: {self.tile.name}", *(f"  {line}" for line in self.words)] if self.tile else []
+
+    def notes(self) -> list[str]:
+        """Lines after the roofline."""
+        if not self.compute or self.memory is None:
+            return []
+        return [f"  memory {self.memory * 1e6:.2f} µs, compute {self.compute * 1e6:.2f} µs"]
+
+    def __str__(self) -> str:
+        lines = [f"{self.title()} on {self.gpu.name if self.gpu else 'the CPU'}", "", f"implementation: {self.impl}"]
+        instead = f"could serve, but {self.impl} was asked for" if self.named else "could serve, but a better one does"
+        lines += [f"  not {v.name}: {v.reason or instead}" for v in self.verdicts if v.name != self.impl]
+        if tiling := self.tiling():
+            lines += ["", *tiling]
+        flops, moved = self.problem.flops(), f"{self.problem.bytes() / 1e6:.4g} MB at least"
+        work = f"{flops / 1e9:.4g} GFLOP, {moved}, {self.intensity:.0f} FLOP/byte" if flops else moved
+        lines += ["", f"work: {work}"]
+        if self.floor is not None:
+            lines.append(f"roofline: {self.bound} bound, at least {self.floor * 1e6:.1f} µs")
+        return "\n".join([*lines, *self.notes()])
 
 
 # --- the words with which Triton kernels decline, whatever the op

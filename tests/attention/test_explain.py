@@ -241,6 +241,11 @@ def test_what_is_explained_is_what_is_served() -> None:
         fk.explain("attention", q, k, v, sinks=sinks, impl="sdpa")
 
 
+def test_a_gpu_by_name_is_answered_for_tensors_on_it() -> None:
+    why = fk.explain("attention", *tensors(1, 64, 2, 72, dtype=torch.bfloat16), gpu="h200")
+    assert (why.impl, why.problem.device) == ("hopper", "cuda")
+
+
 def test_a_named_implementation_is_explained() -> None:
     why = fk.explain("attention", *tensors(1, 5, 2, 8), impl="torch")
     assert why.impl == "torch"

@@ -57,11 +57,40 @@ def test_every_option_reaches_the_problem() -> None:
     )
 
 
+def test_decode_is_explained() -> None:
+    done = run(
+        "decode", "--heads", "32", "--kv-heads", "8", "--head-dim", "128", "--context", "4096", "--batch", "64", "--kv",
+        "int8", "--gpu", "h200",
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    for part in (
+        "decode bf16 B=64 T=1 context 4096, 32/8 heads, head_dim 128, int8 pages of 16 on NVIDIA H200",
+        "implementation: hopper", "not triton: ", "not torch: ", "tile: hopper-w", "warps a block", "keys a step",
+        "pieces", "KiB shared", "work: 4.295 GFLOP, 546.3 MB at least", "memory bound, at least 113.8 µs",
+        "memory 113.81 µs, compute 4.34 µs", "cache: int8, 2080 bytes a token",
+    ):  # fmt: skip
+        assert part in done.stdout, part
+
+
+def test_every_option_of_decode_reaches_the_problem() -> None:
+    done = CliRunner().invoke(app, [
+        "explain", "decode", "--head-dim", "192", "--head-dim-v", "128", "--context", "1000", "--tokens", "7",
+        "--batch", "3", "--heads", "12", "--kv-heads", "4", "--dtype", "fp16", "--kv", "int4", "--page-size", "64",
+        "--window", "64", "0", "--softcap", "--alibi", "--sinks", "--gpu", "rtx5090", "--impl", "torch",
+    ])  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.splitlines()[0] == (
+        "decode fp16 B=3 T=7 context 1024, 12/4 heads, head_dim 192/128, int4 pages of 64, softcap, alibi, sinks, "
+        "window (64, 0) on NVIDIA GeForce RTX 5090"
+    )
+    assert "implementation: torch" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("attention", "--gpu", "h300"), "error: gpu='h300' is not known; known are a100, "),
-        (("gemm",), "error: op='gemm' is not one of 'attention'"),
+        (("gemm",), "error: op='gemm' is not one of 'attention', 'decode'; fk.explain has the other ops"),
         (("attention", "--dtype", "int8"), "error: --dtype int8 is not one of fp8, fp16, bf16, fp32"),
         (("attention", "--mask", "maybe"), "error: --mask maybe is not one of none, bool, float"),
         (("attention", "--head-dim", "0"), "error: --head-dim 0 must be at least 1"),
@@ -74,8 +103,20 @@ def test_every_option_reaches_the_problem() -> None:
         (("attention", "--window", "-2", "0", "--gpu", "h200"), "error: --window -2"),
         (("attention", "--seq-q", "-3", "--gpu", "h200"), "error: --seq-q -3"),
         (("attention", "--head-dim-v", "-8", "--gpu", "h200"), "error: --head-dim-v -8"),
+        (("attention", "--kv", "int8"), "error: --kv is not an option of attention"),
+        (("attention", "--page-size", "16"), "error: --page-size is not an option of attention"),
+        (("decode", "--seq-q", "1"), "error: --seq-q is not an option of decode"),
+        (("decode", "--causal"), "error: --causal is not an option of decode"),
+        (("decode", "--kv", "int3"), "error: --kv int3 is not one of bf16, fp8, fp8_e5m2, int8, int4"),
+        (("decode", "--kv", "fp16"), "error: --kv fp16 is not one of bf16, fp8"),
+        (("decode", "--dtype", "fp8"), "error: --dtype fp8 is not one of fp16, bf16, fp32"),
+        (("decode", "--tokens", "17"), "error: --tokens 17 must be from 1 to 16"),
+        (("decode", "--context", "0"), "error: --context 0 must be at least 1"),
+        (("decode", "--page-size", "0"), "error: --page-size 0 must be at least 1"),
+        (("decode", "--kv", "int4", "--head-dim", "73"), "error: --head-dim 73 must be even: --kv int4 stores two"),
+        (("decode", "--impl", "hopper", "--gpu", "a100"), "error: impl='hopper' cannot serve this call"),
     ],
-    ids=lambda value: " ".join(value[1:]) or "gemm" if isinstance(value, tuple) else "",
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_a_refusal_is_one_line_and_exit_code_2(arguments: tuple[str, ...], message: str) -> None:
     result = CliRunner().invoke(app, ["explain", *arguments])

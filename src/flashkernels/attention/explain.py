@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flashkernels import hardware
@@ -10,7 +10,7 @@ from flashkernels.attention.hopper import cost, tiles as hopper_tiles
 from flashkernels.attention.hopper.source import HopperTile, Variant
 from flashkernels.attention.problem import AttentionProblem
 from flashkernels.attention.triton import tiles
-from flashkernels.dispatch import Verdict, select, verdicts
+from flashkernels.dispatch import Explanation as Base, select, verdicts
 from flashkernels.hardware import Gpu
 from flashkernels.tiling import Choice, override, waste
 
@@ -50,7 +50,7 @@ class HopperLaunch:
 
 
 @dataclass(frozen=True)
-class Explanation:
+class Explanation(Base):
     """Everything that decides one attention call. `print` it, or read the fields.
 
     `choices` (the Triton kernel's, one per tiling strategy) and the roofline fields are empty without a GPU; `hopper`
@@ -58,11 +58,7 @@ class Explanation:
     """
 
     problem: AttentionProblem
-    gpu: Gpu | None
-    impl: str
-    named: bool  # asked for by name, not chosen
-    verdicts: list[Verdict]
-    choices: tuple[Choice, ...]
+    choices: tuple[Choice, ...] = ()
     hopper: HopperLaunch | None = None
 
     @property
@@ -72,54 +68,29 @@ class Explanation:
         return self.choices[min(served)[1]] if served and self.impl == "triton" else None
 
     @property
-    def intensity(self) -> float:
-        """FLOPs for every byte that must move."""
-        return self.problem.flops() / max(1, self.problem.bytes())
-
-    @property
-    def floor(self) -> float | None:
-        """The roofline: no kernel is faster than this many seconds on this GPU."""
-        if self.gpu is None or self.problem.dtype not in self.gpu.peak:
-            return None
-        return max(self.problem.flops() / self.gpu.peak[self.problem.dtype], self.problem.bytes() / self.gpu.bandwidth)
-
-    @property
-    def bound(self) -> str | None:
-        if self.gpu is None or self.problem.dtype not in self.gpu.peak:
-            return None
-        compute = self.problem.flops() / self.gpu.peak[self.problem.dtype]
-        return "compute" if compute >= self.problem.bytes() / self.gpu.bandwidth else "memory"
-
-    @property
     def predicted(self) -> float | None:
         """Seconds by the cost model of the kernel that serves; None where it has none."""
         if self.hopper:
             return self.hopper.seconds
         return self.chosen.best.cost if self.chosen and self.chosen.best else None
 
-    def __str__(self) -> str:
-        p = self.problem
-        lines = [f"{_title(p)} on {self.gpu.name if self.gpu else 'the CPU'}", "", f"implementation: {self.impl}"]
-        instead = f"could serve, but {self.impl} was asked for" if self.named else "could serve, but a better one does"
-        lines += [
-            f"  not {verdict.name}: {verdict.reason or instead}"
-            for verdict in self.verdicts
-            if verdict.name != self.impl
-        ]
+    def title(self) -> str:
+        return _title(self.problem)
+
+    def tiling(self) -> list[str]:
         if self.hopper:
-            lines += ["", f"tile: {self.hopper.tile.name}", *_lines(self.hopper, p)]
-        elif self.impl == "triton" and self.choices:
-            name = self.chosen.best.tile.name if self.chosen and self.chosen.best else "none, the call would raise"
-            lines += ["", f"tile: {name}", "strategies:"]
-            lines += [_line(choice, p, choice is self.chosen) for choice in self.choices]
-        flops, moved = p.flops(), p.bytes()
-        lines += ["", f"work: {flops / 1e9:.4g} GFLOP, {moved / 1e6:.4g} MB at least, {self.intensity:.0f} FLOP/byte"]
-        if self.gpu and self.floor is not None:
-            lines.append(f"roofline: {self.bound} bound, at least {self.floor * 1e6:.1f} µs")
-        if self.predicted is not None:
-            rate, share = flops / self.predicted / 1e12, (self.floor or 0) / self.predicted
-            lines.append(f"predicted: {self.predicted * 1e6:.1f} µs, {rate:.0f} TFLOPS, {share:.0%} of the roofline")
-        return "\n".join(lines)
+            return [f"tile: {self.hopper.tile.name}", *_lines(self.hopper, self.problem)]
+        if self.impl != "triton" or not self.choices:
+            return []
+        name = self.chosen.best.tile.name if self.chosen and self.chosen.best else "none, the call would raise"
+        compared = [_line(choice, self.problem, choice is self.chosen) for choice in self.choices]
+        return [f"tile: {name}", "strategies:", *compared]
+
+    def notes(self) -> list[str]:
+        if self.predicted is None:
+            return []
+        rate, share = self.problem.flops() / self.predicted / 1e12, (self.floor or 0) / self.predicted
+        return [f"predicted: {self.predicted * 1e6:.1f} µs, {rate:.0f} TFLOPS, {share:.0%} of the roofline"]
 
 
 def explain(op: str, *tensors: Any, gpu: str | Gpu | None = None, **arguments: Any) -> Explanation:
@@ -152,9 +123,10 @@ def explain(op: str, *tensors: Any, gpu: str | Gpu | None = None, **arguments: A
         problem = problem_of(*tensors, **arguments)
     elif tensors or arguments:
         raise ValueError("explain takes either tensors with their arguments or a problem")
-    if isinstance(gpu, str):
-        gpu = hardware.lookup(gpu)
-    elif gpu is None and problem.device == "cuda":
+    if gpu is not None:
+        gpu = hardware.lookup(gpu) if isinstance(gpu, str) else gpu
+        problem = replace(problem, device="cuda") if tensors else problem
+    elif problem.device == "cuda":
         gpu = hardware.detect(tensors[0].device if tensors else None)
     chosen = select(IMPLS, problem, gpu, impl).name
     choices: tuple[Choice, ...] = ()
@@ -167,7 +139,8 @@ def explain(op: str, *tensors: Any, gpu: str | Gpu | None = None, **arguments: A
             choices = tuple(
                 c if c.strategy == forced else Choice(c.strategy, None, f"use_tile asks for {forced}") for c in choices
             )
-    return Explanation(problem, gpu, chosen, impl != "auto", verdicts(IMPLS, problem, gpu), choices, launch)
+    answers = verdicts(IMPLS, problem, gpu)
+    return Explanation("attention", problem, gpu, chosen, impl != "auto", answers, choices=choices, hopper=launch)
 
 
 def _launch(problem: AttentionProblem, gpu: Gpu) -> HopperLaunch:

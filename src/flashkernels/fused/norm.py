@@ -154,7 +154,8 @@ def check_vector(name: str, y: Tensor | None, x: Tensor) -> None:
 def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
     x, weight, bias, residual = tensors
     _check(x, weight, bias, residual, call.eps)
-    streams = 2 if residual is None else 4
+    written = 1 / x.element_size() if call.quantise else 1
+    streams = written + (1 if residual is None else 3)
     name = "layer_norm" if call.centred else "rms_norm"
     problem, gpu = row_problem(name, x, streams, call.quantise), gpu_of(x)
     return select(IMPLS, problem, gpu, call.impl).load().forward_plan(problem, gpu, tensors, call)

@@ -39,6 +39,13 @@ class RowProblem:
     traffic: int
     quantise: str = ""  # "fp8" or "int8" where the output is quantised
 
+    def flops(self) -> int:
+        """None that count: memory decides."""
+        return 0
+
+    def bytes(self) -> int:
+        return self.traffic
+
 
 def row_problem(op: str, x: Tensor, streams: float, quantise: str = "") -> RowProblem:
     """The problem of an op that reads and writes tensors like x, `streams` of them in all."""

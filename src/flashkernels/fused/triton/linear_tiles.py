@@ -93,6 +93,19 @@ def choose(problem: LinearProblem, gpu: Gpu, tma: bool) -> LinearTile:
     return fitted(best, problem, gpu, gpu.shared_per_block - SPARE)
 
 
+def cut(problem: LinearProblem, gpu: Gpu) -> tuple[LinearTile, tuple[str, ...]]:
+    """The tile of contiguous tensors, and what it means."""
+    tile = forced_tile() or choose(problem, gpu, tma=problem.depth * BYTES[problem.dtype] % 16 == 0)
+    shape = f"{tile.block_m} rows x {tile.block_n} columns, {tile.block_k} deep"
+    count = -(-problem.rows // tile.block_m) * -(-problem.width // tile.block_n)
+    order = f"by {min(count, gpu.sms)} programs" if tile.persistent else "a program each"
+    first = "the weight" if tile.swap else "x"
+    return tile, (
+        f"{shape}, {tile.warps} warps, {tile.stages} stages, {first} is the tall operand",
+        f"{count} tiles, {order}, loaded by {'TMA' if tile.tma else 'pointers'}",
+    )
+
+
 def _time(tile: LinearTile, problem: LinearProblem, gpu: Gpu) -> int:
     """Waves of tiles over the GPU, in elements."""
     tiles = -(-problem.rows // tile.block_m) * -(-problem.width // tile.block_n)
