@@ -20,6 +20,7 @@ from flashkernels.jit import environment
 
 META = ("gpu", "driver", "torch", "triton", "flashkernels", "commit", "date")
 TIMES = ("ms_p50", "ms_p99", "tflops", "tbps")
+COPY = "copy"  # the contestant that only moves the bytes: a yardstick, nobody's rival
 MACHINE = ("gpu", "cpu", "driver", "torch", "triton", "quick")  # of the meta: what rows in one file share
 
 
@@ -49,6 +50,7 @@ class Row:
     reason: str | None = None
     commit: str | None = None  # of a row that is older than the rest of its file, with its date
     date: str | None = None
+    peak_gb: float | None = None  # memory of one call beyond inputs and results, where that is what matters
 
     def as_dict(self) -> dict[str, Any]:
         """The JSON object of the row; a figure that cannot exist is null, one that was not measured is absent."""
@@ -108,8 +110,9 @@ _KEYS = ("op", "suite", "case", "params")
 
 
 def fastest(rows: Iterable[Row], *, peer: bool) -> Row | None:
-    """The fastest of our rows, or of the peers'. A strategy we only measure against does not count as ours."""
-    timed = [row for row in rows if row.ok and row.peer == peer and not row.impl.endswith("-standard")]
+    """The fastest of our rows, or of the peers'. What we only measure against counts as neither."""
+    rows = [row for row in rows if row.impl != COPY and not row.impl.endswith("-standard")]
+    timed = [row for row in rows if row.ok and row.peer == peer]
     return min(timed, key=lambda row: row.seconds, default=None)
 
 
@@ -214,6 +217,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "ms_p50": (float, int), "ms_p99": (float, int), "tflops": (float, int), "tbps": (float, int),
     "roofline": (float, int, type(None)), "bound": (str, type(None)),
     "error": (float, int), "reference_error": (float, int), "reason": (str,), "commit": (str,), "date": (str,),
+    "peak_gb": (float, int),
 }  # fmt: skip
 
 

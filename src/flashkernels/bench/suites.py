@@ -9,9 +9,12 @@ from typing import Any
 from flashkernels.attention import cases as attention
 from flashkernels.bench.timing import L2, Launch
 from flashkernels.decode import cases as decode
+from flashkernels.fused import cases as fused
 from flashkernels.moe import cases as moe
 
-OPS: dict[str, Any] = {"attention": attention, "attention_backward": attention, "decode": decode, "moe": moe}
+OPS: dict[str, Any] = {
+    "attention": attention, "attention_backward": attention, "decode": decode, "moe": moe, "fused": fused,
+}  # fmt: skip
 
 # Small problems are launch-bound in eager mode, so these replay graphs. The weights of a layer do not fit the L2.
 LAUNCH: dict[str, tuple[Launch, L2]] = {
@@ -19,6 +22,7 @@ LAUNCH: dict[str, tuple[Launch, L2]] = {
     "route": ("graph", "warm"),
     "layer": ("graph", "warm"),
     "formats": ("graph", "cold"),
+    "rows": ("graph", "cold"),
 }
 
 
@@ -55,8 +59,8 @@ def suite(
         default = ("eager", "cold")
     else:
         default = LAUNCH.get(name, ("eager", "cold"))
-    if op == "moe" and launch is not None:
-        raise ValueError(f"launch={launch!r}: the cases of moe say how they are launched; choose by their names")
+    if op in ("moe", "fused") and launch is not None:
+        raise ValueError(f"launch={launch!r}: the cases of {op} say how they are launched; choose by their names")
     chosen = OPS[op].suite(name, device=device, quick=quick)
     return Suite(op, name, chosen, device, launch or default[0], l2 or default[1])
 

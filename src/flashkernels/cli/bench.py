@@ -23,10 +23,14 @@ WIDTH = 160  # columns of the table where the output is a file or a pipe
 
 
 def bench(
-    op: Annotated[str, typer.Argument(help="attention, attention_backward, decode, moe; launch: a call's CPU time.")],
+    op: Annotated[
+        str, typer.Argument(help="attention, attention_backward, decode, fused, moe; launch: a call's CPU time.")
+    ],
     suite: Annotated[
         str,
-        typer.Option(help="headdims, scaling, seqlens, features, shapes, fp8; moe: route, layer; decode: formats."),
+        typer.Option(
+            help="headdims, scaling, seqlens, features, shapes, fp8; moe: route, layer; decode: formats; fused: rows."
+        ),
     ] = "headdims",
     quick: Annotated[bool, typer.Option("--quick", help="A few cases on a GPU, tiny sizes on the CPU.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write the results as JSON.")] = None,
@@ -170,7 +174,7 @@ def table(results: Results) -> Table:
     gpu = results.meta["gpu"]
     by_time = gpu is None or results.rows[0].suite in ("scaling", "route")
     first = results.rows[0]
-    unit = "TB/s" if first.op == "decode" else "TFLOPS"
+    unit = "TB/s" if first.op in ("decode", "fused") else "TFLOPS"
     how = f"{first.params['launch']}, {first.params['l2']} L2"
     title = f"{first.op} {first.suite} on {gpu or results.meta['cpu']} ({how}), {'ms' if by_time else unit}"
     grid = Table(title=title, title_justify="left")
@@ -240,8 +244,11 @@ def notes(results: Results) -> list[str]:
     for name, errors in results.meta.get("error_to_exact", {}).items():
         each = ", ".join(f"{error:.2g} ({way})" for way, error in errors.items())
         lines.append(f"error against fp32 on {name} inputs, before they are rounded: {each}")
+    for (_, case), rows in results.cases().items():
+        if peaks := [f"{row.peak_gb:.2f} ({row.impl})" for row in rows if row.peak_gb is not None]:
+            lines.append(f"{case} allocates {', '.join(peaks)} GB beyond inputs and results")
     op = results.rows[0].op if results.rows else "attention"
-    call = {"moe": "fk.moe.layer", "attention_backward": "a backward"}.get(op, f"fk.{op}")
+    call = {"moe": "fk.moe.layer", "attention_backward": "a backward", "fused": "fk.rms_norm"}.get(op, f"fk.{op}")
     small = f"one eager call of {call}" if results.meta["gpu"] else f"one tiny call of {call}"
     if costs := results.meta.get("launch_us_by_impl"):
         each = ", ".join(f"{cost:.1f} ({impl})" for impl, cost in costs.items())

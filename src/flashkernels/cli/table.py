@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from flashkernels.bench.results import Results, Row, fastest, read, write
+from flashkernels.bench.results import COPY, Results, Row, fastest, read, write
 
 BLOCK = re.compile(r"<!-- table:(\w+) -->\n.*?<!-- /table -->", re.DOTALL)
 KINDS = ("full", "causal")
@@ -17,6 +17,7 @@ STANDARD = "triton-standard"
 TITLES = {
     "sdpa-cudnn": "cuDNN", "sdpa-flash": "SDPA flash", "fa4": "FA4", STANDARD: "padding (`standard`)",
     "cudnn-dense": "cuDNN, dense", "torch-moe": "torch",
+    "eager": "torch eager", "compile": "torch.compile", "liger": "Liger",
 }  # fmt: skip
 PADDED = "triton"  # the kernel that can also pad
 
@@ -26,7 +27,10 @@ def table(
     into: Annotated[Path, typer.Option(help="The Markdown file with the markers.")],
     check: Annotated[bool, typer.Option("--check", help="Change nothing; exit 1 if the file is out of date.")] = False,
 ) -> None:
-    """Regenerate the tables between `<!-- table:SUITE -->` and `<!-- /table -->`: headdims, formats, route or layer."""
+    """Regenerate the tables between `<!-- table:SUITE -->` and `<!-- /table -->`.
+
+    A suite is headdims, formats, route, layer or rows.
+    """
     measured: dict[str, Results] = {}
     for path in results:
         one = read(path)
@@ -99,8 +103,9 @@ def headdims(results: Results) -> str:
     return "\n".join([*lines, "", caption])
 
 
-def by_case(suite: str, figure: str, show: Callable[[Row], str]) -> Callable[[Results], str]:
-    """A table maker: a line for each case of `suite`, a column for everyone who was timed."""
+def by_case(suite: str, figure: str, show: Callable[[Row, list[Row]], str]) -> Callable[[Results], str]:
+    """A table maker: a line for each case of `suite`, a column for everyone who was timed. `show` gets a row, and all
+    those of its case."""
 
     def made(results: Results) -> str:
         rows: dict[str, list[Row]] = {}
@@ -115,7 +120,7 @@ def by_case(suite: str, figure: str, show: Callable[[Row], str]) -> Callable[[Re
         ]
         for case, group in rows.items():
             found = [_named(group, impl) for impl in shown]
-            lines.append(f"| {case} | {' | '.join('-' if row is None else show(row) for row in found)} |")
+            lines.append(f"| {case} | {' | '.join('-' if row is None else show(row, group) for row in found)} |")
         meta, commits = results.meta, ", ".join(commit[:10] for commit in results.commits())
         caption = (
             f"{figure}. {meta['gpu'] or meta['cpu']}, {meta['date'][:10]}, commit {commits}, torch {meta['torch']}."
@@ -125,12 +130,25 @@ def by_case(suite: str, figure: str, show: Callable[[Row], str]) -> Callable[[Re
     return made
 
 
+def _moved(row: Row, case: list[Row]) -> str:
+    """Time, and the speed over that of a copy; of what is not compared with one the memory."""
+    text = f"{1e6 * row.seconds:.1f} µs"
+    if copy := _named(case, COPY):
+        return f"{text}, {row.tbps:.2f} TB/s ({copy.seconds / row.seconds:.0%})"
+    return text if row.peak_gb is None else f"{text}, {row.peak_gb:.2f} GB"
+
+
 TABLES = {
     "headdims": headdims,
-    "formats": by_case("formats", "TB/s of the cache's own bytes, CUDA graph, cold L2", lambda row: f"{row.tbps:.2f}"),
-    "route": by_case("route", "Microseconds", lambda row: f"{1e6 * row.seconds:.1f}"),
+    "formats": by_case(
+        "formats", "TB/s of the cache's own bytes, CUDA graph, cold L2", lambda row, _: f"{row.tbps:.2f}"
+    ),
+    "route": by_case("route", "Microseconds", lambda row, _: f"{1e6 * row.seconds:.1f}"),
     "layer": by_case(
-        "layer", "Milliseconds (TFLOPS), CUDA graph", lambda row: f"{1e3 * row.seconds:.3f} ({row.tflops:.0f})"
+        "layer", "Milliseconds (TFLOPS), CUDA graph", lambda row, _: f"{1e3 * row.seconds:.3f} ({row.tflops:.0f})"
+    ),
+    "rows": by_case(
+        "rows", "Time, TB/s of the bytes that must move (of a copy's); GB allocated beyond inputs and results", _moved
     ),
 }
 

@@ -62,6 +62,9 @@ PEERS = (
     Peer("cudnn-dense", "dense_decode:prepare", cuda=True, op="decode"),
     Peer("torch-moe", "torch_moe:prepare", op="moe"),
     Peer("triton-kernels", "triton_kernels:prepare", library="triton_kernels", cuda=True, op="moe"),
+    Peer("eager", "torch_fused:prepare", op="fused"),  # torch; one of ours has that name
+    Peer("compile", "torch_fused:compiled", library="triton", cuda=True, op="fused"),
+    Peer("liger", "liger:prepare", library="liger_kernel", cuda=True, op="fused"),
 )
 
 
