@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashkernels.fused.philox import LOW, philox
+from flashkernels.philox import LOW, philox
 
 SQUARE = 16  # queries and keys whose bit 3 says which word is theirs
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashkernels.fused.philox import LOW, philox
+from flashkernels.philox import LOW, philox
 
 TOKEN, SEGMENT, ACCEPT, NEW_TOKEN, NEW_SEGMENT = range(5)
 MOST_SEGMENTS = 1024
