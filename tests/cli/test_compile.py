@@ -58,7 +58,7 @@ def check(folder: Path) -> tuple[int, str]:
 def test_a_models_folder_has_what_the_model_calls(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     built = tmp_path / "kernels"
-    sizes = ("--batches", "1", "--seqs", "256", "--page-sizes", "16", "--jobs", "2")
+    sizes = ("--batches", "1", "--seqs", "2", "--page-sizes", "16", "--jobs", "2")
     done = run("--gpu", "a100", "--model-config", tmp_path / "config.json", "--out", built, *sizes)
     assert done.returncode == 0, done.stderr
     found = manifest.read(built)
@@ -144,6 +144,10 @@ def test_a_second_run_builds_only_what_is_missing_and_replaces_damage(folder: Pa
         (["--out", "x", "--ops", "attention", "--head-dims", "-1"], "-1 is not a positive"),
         (["--out", "x", "--ops", "attention", "--heads", "7"], "heads=7 is not a multiple of kv_heads=8"),
         (["--out", "x", "--ops", "attention", "--jobs", "-1"], "--jobs -1"),
+        (["--out", "x", "--ops", "moe", "--experts", "0"], "experts=0 is not a positive"),
+        (["--out", "x", "--ops", "moe", "--experts-per-token", "9"], "k=9 is over 8 with 8 experts"),
+        (["--out", "x", "--ops", "moe", "--expert-formats", "fp9"], "weights='fp9' is not one of"),
+        (["--out", "x", "--ops", "moe", "--tokens", "-1"], "tokens=-1 must not be negative"),
         (["--out", "x", "--model-config", "none.json"], "none.json is not a model's config.json"),
     ],
 )

@@ -23,21 +23,26 @@ from triton.runtime.driver import driver as tritons_driver
 
 import flashkernels as fk
 from flashkernels.aot import build, manifest, work
-from flashkernels.aot.work import Appending, Rotation, Rows, attention_tensors, empty, programs
+from flashkernels.aot.blank import empty
+from flashkernels.aot.experts import Experts
+from flashkernels.aot.vocabulary import Loss, Sampling
+from flashkernels.aot.work import Appending, Rotation, Rows, attention_tensors, programs
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.triton import forward
 from flashkernels.decode.problem import DecodeProblem
 from flashkernels.hardware import lookup
 from flashkernels.jit import cache, driver, launch, notes, specialised
+from flashkernels.moe.triton import route
 
 CALL = AttentionProblem(batch=2, seq_q=256, seq_k=256, heads=4, kv_heads=2, head_dim=72, causal=True)
 ODD = replace(CALL, head_dim=70, head_dim_v=70)
 DECODE = DecodeProblem(batch=8, tokens=1, heads=32, kv_heads=8, head_dim=128, context=4096, page_size=16, row_bits=4096)
 CASES = {
     "tma": (CALL, "rtx5090"), "pointers": (ODD, "h200"), "features": (replace(ODD, alibi=True, sinks=True), "a100"),
-    "backward": (BackwardProblem(CALL, ("q", "k", "v")), "a100"), "decode": (DECODE, "h200"),
+    "backward": (BackwardProblem(CALL, ("q", "k", "v")), "a100"), "decode": (DECODE, "a100"),
     "norm": (Rows("rms_norm", 1000, residual=True, backward=True), "h200"), "rope": (Rotation(8, 2, 128), "a100"),
-    "append": (Appending(8, 128, 16, format="int8", rotary=True), "h200"),
+    "append": (Appending(8, 128, 16, format="int8", rotary=True), "h200"), "sample": (Sampling(32000, 8), "h200"),
+    "loss": (Loss(32000, 512, backward=True), "a100"), "moe": (Experts(64, 512, 256, 8, 2, backward=True), "h200"),
 }  # fmt: skip
 BYTES = {"u64": 8, "u32": 4, "f32": 4, "u8": 1, "b8": 1, "b64": 8, "b32": 4, "s32": 4, "s64": 8}
 
@@ -72,6 +77,7 @@ def test_programs_are_those_that_the_jit_compiles(name: str, monkeypatch: pytest
     """Triton's own JIT, with the same arguments, makes the same source, options and attributes."""
     problem, gpu = CASES[name]
     asked: list[tuple[Any, ...]] = []
+    ours: list[specialised.TritonProgram] = []
 
     def compile(self: Any, key: Any, signature: Any, device: int, constexprs: Any, options: Any, *rest: Any) -> None:
         asked.append((signature, constexprs, rest[0], options))
@@ -83,11 +89,13 @@ def test_programs_are_those_that_the_jit_compiles(name: str, monkeypatch: pytest
         kernel.device_caches.clear()
         assert kernel.run(*arguments, grid=(1,), warmup=True, **keywords) is None
         kernel.device_caches.clear()
-        return specialise(kernel, arguments, keywords, cc)
+        ours.append(specialise(kernel, arguments, keywords, cc))
+        return ours[-1]
 
     monkeypatch.setattr(specialised, "specialise", both)
     monkeypatch.setattr(tritons_driver, "_active", OneGpu(lookup(gpu).cc))
-    ours = [one for one in programs(problem, lookup(gpu)) if isinstance(one, specialised.TritonProgram)]
+    found = programs(problem, lookup(gpu))
+    assert {one.key for one in found if isinstance(one, specialised.TritonProgram)} == {one.key for one in ours}
     assert len(ours) == len(asked) > 0
     for program, theirs in zip(ours, asked, strict=True):
         assert (program.signature, program.constants, program.attributes, program.options) == theirs
@@ -106,7 +114,7 @@ def declared(ptx: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("name", ["tma", "pointers", "decode", "norm", "append"])
+@pytest.mark.parametrize("name", ["tma", "pointers", "decode", "norm", "append", "sample", "moe"])
 def test_parameters_lie_as_the_machine_code_declares_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, gpu = CASES[name]
     texts: list[str] = []
@@ -181,6 +189,24 @@ def test_a_launch_from_the_folder_passes_every_argument(folder: Path, monkeypatc
     assert (dtype, sizes, strides) == (9, (72, 2, 256, 2), (144, 288, 73728)) and box[0] == 64 and box[2] % 16 == 0
 
 
+def test_a_layer_of_experts_is_launched_from_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its routing counts programs by a counter of which it has the address alone."""
+    layer, gpu = Experts(3, 64, 32, 4, 2), lookup("rtx5090")
+    for program in programs(layer, gpu):
+        program.build()
+    starts = Starts(monkeypatch)
+    monkeypatch.setattr(route, "zeros_for", lambda x: route.Address(0x7F0000001000))
+    call = launch.Launcher.__call__
+    monkeypatch.setattr(launch.Launcher, "__call__", lambda self, grid, device, *rest: call(self, grid, 0, *rest))
+    with fk.strict():
+        for run in work.RECIPES[Experts](layer, gpu):
+            run()
+    names = [kernel.name for kernel, *_ in starts.found]
+    assert names == ["choose_kernel", "gemm_kernel", "gemm_kernel", "combine_kernel"]
+    passed = [ctypes.string_at(at, 8) for at in starts.found[0][4]]
+    assert (0x7F0000001000).to_bytes(8, "little") in passed
+
+
 def test_a_kernel_that_may_start_early_is_launched_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver gets a CUlaunchConfig as cuda.h declares it: 56 bytes, an attribute of 72."""
     calls = []
@@ -228,6 +254,7 @@ def test_tritons_own_cache_counts_as_compiled(tmp_path: Path, monkeypatch: pytes
 def test_noting_neither_compiles_nor_launches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "compile", None)
     assert [type(one).__name__ for one in programs(CALL, lookup("h200"))] == ["CudaProgram"]
+    assert [one.label.split(" ")[0] for one in programs(DECODE, lookup("h200"))] == ["decode.cu"]
     assert len(programs(BackwardProblem(CALL, ("q", "k", "v")), lookup("a100"))) == 4
     assert notes.current() is None and not folder.exists()
 
@@ -250,7 +277,7 @@ for work in works[:: int(sys.argv[1])]:
         for step in ("1", "-1", "2")
     ]
     forward, backward, few = ({*done.stdout.split()} for done in runs)
-    assert forward == backward and len(forward) == 9 and few < forward
+    assert forward == backward and len(forward) == 10 and few < forward
 
 
 def test_a_change_in_what_a_kernel_calls_changes_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,6 +305,16 @@ def kernel(p):
     assert keys[0] == keys[1] and keys[0] != keys[2] and keys[0] != keys[3]
 
 
+def test_the_decode_kernel_of_hopper_is_one_for_all_batches_contexts_and_page_sizes_but_not_for_other_heads() -> None:
+    def keys(**changes: Any) -> set[str]:
+        return {program.key for program in programs(replace(DECODE, **changes), lookup("h200"))}
+
+    assert keys() == keys(batch=64) == keys(context=512) == keys(page_size=64)
+    small = keys(head_dim=64, head_dim_v=64, row_bits=2048)
+    assert len(set.union(keys(), keys(heads=16, kv_heads=4), keys(heads=64), keys(dtype="fp16"), small)) == 5
+    assert keys(tokens=2).isdisjoint(keys())  # several tokens are Triton's
+
+
 def test_keys_tell_kernels_apart() -> None:
     base = Rows("rms_norm", 4096)
     calls = (base, replace(base, residual=True), replace(base, dtype="fp16"), replace(base, width=4095))
@@ -289,10 +326,10 @@ def test_keys_tell_kernels_apart() -> None:
 
 def test_a_folder_built_here_leaves_nothing_to_compile_in_another_process(tmp_path: Path) -> None:
     folder = tmp_path / "kernels"
-    calls = [CALL, Rows("softmax", 100), Rotation(4, 2, 64)]
+    calls = [CALL, DECODE, Rows("softmax", 100), Rotation(4, 2, 64), Loss(1000), Experts(1, 64, 32, 4, 1)]
     wanted = build.kernels(calls, [lookup("h200"), lookup("rtx5090")])
     built = list(build.build(wanted, folder, jobs=2))
-    assert [one.error for one in built] == [""] * len(wanted) and len(wanted) == 6
+    assert [one.error for one in built] == [""] * len(wanted) and len(wanted) == 19
     found = manifest.read(folder)
     assert found.gpus == ["h200", "rtx5090"] and manifest.faults(folder, found) == []
     code = """
@@ -303,14 +340,16 @@ from flashkernels.jit import nvrtc, cache
 triton.compile = None
 nvrtc.Compiler.run = None
 call = AttentionProblem(batch=2, seq_q=256, seq_k=256, heads=4, kv_heads=2, head_dim=72, causal=True)
+decode = DecodeProblem(batch=8, tokens=1, heads=32, kv_heads=8, head_dim=128, context=4096, page_size=16, row_bits=4096)
 for gpu in map(lookup, ("h200", "rtx5090")):
-    for work in (call, Rows("softmax", 100), Rotation(4, 2, 64)):
+    for work in (call, decode, Rows("softmax", 100), Rotation(4, 2, 64), Loss(1000), Experts(1, 64, 32, 4, 1)):
         for program in programs(work, gpu):
             assert program.cached(), program.label
             program.build()
 (missing,) = programs(Rows("softmax", 100, "fp16"), lookup("h200"))
 assert not missing.cached() and cache.sealed()
-for run in RECIPES[AttentionProblem](call, lookup("h200"), only="hopper"):
+for one in (call, decode):
+    (run,) = RECIPES[type(one)](one, lookup("h200"), only="hopper")
     run()  # its plan compiles, or finds
 print("nothing was compiled")
 """

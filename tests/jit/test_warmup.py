@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,9 @@ import pytest
 import torch
 
 import flashkernels as fk
-from flashkernels.aot.wanted import OPS, Sizes, of_model, parse, wanted
+from flashkernels.aot.experts import Experts
+from flashkernels.aot.vocabulary import Loss, Sampling
+from flashkernels.aot.wanted import OPS, Sizes, counts, of_model, parse, wanted
 from flashkernels.aot.work import Rotation, Rows
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.decode.problem import DecodeProblem
@@ -66,9 +71,15 @@ def test_an_error_ends_strict_mode() -> None:
 
 
 def test_every_op_has_calls() -> None:
-    kinds = {op: {type(one) for one in wanted([op], Sizes(backward=True))} for op in OPS}
+    kinds = {op: {type(one) for one in wanted([op], Sizes(tokens=64))} for op in OPS}
     assert kinds["attention"] == {AttentionProblem} and kinds["attention_backward"] == {BackwardProblem}
     assert kinds["decode"] == {DecodeProblem} and kinds["rope"] == {Rotation} and kinds["softmax"] == {Rows}
+    assert kinds["sample"] == {Sampling} and kinds["linear_cross_entropy"] == {Loss} and kinds["moe"] == {Experts}
+    training = {op: wanted([op], Sizes(tokens=64, backward=True)) for op in OPS}
+    for op in ("attention", "attention_varlen", "attention_backward"):
+        assert any(isinstance(one, BackwardProblem) for one in training[op])
+    for op in ("rms_norm", "swiglu", "cross_entropy", "linear_cross_entropy", "moe"):
+        assert all(one.backward for one in training[op] if isinstance(one, (Rows, Loss, Experts)))
 
 
 def test_sizes_multiply() -> None:
@@ -113,14 +124,73 @@ def test_a_models_config_gives_its_calls(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(LLAMA)
     works = of_model(config, Sizes(batches=[1], seqs=[1024], page_sizes=[16]))
-    kinds = [type(one).__name__ for one in works]
-    assert {kind: kinds.count(kind) for kind in kinds} == {
-        "AttentionProblem": 8, "DecodeProblem": 8, "Appending": 4, "Rotation": 2, "Rows": 3
-    }  # fmt: skip
+    kinds = {type(one).__name__ for one in works}
+    assert kinds == {"AttentionProblem", "DecodeProblem", "Appending", "Rotation", "Rows"}
     attention = [one for one in works if isinstance(one, AttentionProblem)]
     assert {(one.head_dim, one.heads, one.kv_heads, one.causal) for one in attention} == {(128, 32, 8, True)}
     assert {one.window for one in attention} == {(-1, -1), (4095, -1)}
+    assert {one.seq_q for one in attention} >= {*counts(1024)} and max(one.seq_q for one in attention) == 1024
     assert [(one.op, one.width) for one in works if isinstance(one, Rows)][-1] == ("swiglu", 28672)
+
+
+MIXTRAL = {
+    "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "hidden_act": "silu", "rms_norm_eps": 1e-5, "vocab_size": 32000,
+}  # fmt: skip
+QWEN3 = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+    "num_experts_per_tok": 8, "norm_topk_prob": True, "hidden_act": "silu", "rms_norm_eps": 1e-6, "vocab_size": 151936,
+}  # fmt: skip
+QWEN2 = {**QWEN3, "model_type": "qwen2_moe", "norm_topk_prob": None, "shared_expert_intermediate_size": 5632}
+
+
+@pytest.mark.parametrize(
+    ("config", "layer"),
+    [
+        (MIXTRAL, Experts(1, 4096, 14336, 8, 2)),
+        (QWEN3, Experts(1, 2048, 768, 128, 8)),
+        (QWEN2, Experts(1, 2048, 768, 128, 8, renormalise=False, shared=True)),
+    ],
+    ids=["mixtral", "qwen3", "qwen2"],
+)
+def test_a_model_of_experts_gives_its_layers(config: dict[str, Any], layer: Experts, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    works = of_model(tmp_path / "config.json", Sizes(batches=[4], seqs=[256]))
+    layers = [one for one in works if isinstance(one, Experts)]
+    assert [one.tokens for one in layers] == counts(1024) and {replace(one, tokens=1) for one in layers} == {layer}
+    sampled = [one for one in works if isinstance(one, Sampling)]
+    assert {(one.vocab, one.dtype) for one in sampled} == {(config["vocab_size"], dtype) for dtype in ("bf16", "fp32")}
+    rows = {(one.op, one.width) for one in works if isinstance(one, Rows)}
+    wide = {("rms_norm", layer.hidden), ("softmax", config["vocab_size"]), ("swiglu", 2 * config["intermediate_size"])}
+    assert rows >= wide and (("rms_norm", 128) in rows) == (config is QWEN3)
+    assert (("swiglu", 2 * 5632) in rows) == (config is QWEN2)
+    assert not any(isinstance(one, Loss) for one in works)
+    training = of_model(tmp_path / "config.json", Sizes(batches=[4], seqs=[256], backward=True))
+    assert [one.hidden for one in training if isinstance(one, Loss)] == [0, layer.hidden]
+    assert any(isinstance(one, BackwardProblem) and one.call.varlen for one in training)
+    assert all(one.backward for one in training if isinstance(one, Experts))
+
+
+def test_experts_of_an_unknown_activation_are_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**MIXTRAL, "hidden_act": "tanh"}))
+    with pytest.raises(ValueError, match="hidden_act='tanh' is no activation of"):
+        of_model(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Experts(1, 64, 64, 2048, 2), "experts=2048 is over 1024"),
+        (lambda: Experts(1, 64, 64, 8, 2, weights="fp8", backward=True), "weights='fp8' have no gradients"),
+        (lambda: Experts(1, 64, 64, 8, 2, score="tanh"), "score='tanh' is not one of 'softmax', 'sigmoid'"),
+        (lambda: Sampling(100, 1, rows=("heat",)), "'heat' is not one of temperature"),
+        (lambda: Loss(0), "vocab=0 must be at least 1"),
+    ],
+)
+def test_bad_calls_are_named(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 @pytest.mark.parametrize(
@@ -144,8 +214,9 @@ def test_without_a_gpu_there_is_nothing_to_warm_up(kernel_cache: Path) -> None:
 PROGRAM = """
 import sys, time, torch
 import flashkernels as fk
-from flashkernels.aot.work import Rotation, Rows
+from flashkernels.aot.work import DecodeProblem, Experts, Loss, Rotation, Rows, Sampling
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
+from flashkernels.kvcache import PagedCache
 file, mode = sys.argv[1:]
 torch.manual_seed(0)
 half = {"device": "cuda", "dtype": torch.bfloat16}
@@ -153,6 +224,12 @@ inputs = {dim: [torch.randn(2, 256, heads, dim, **half) for heads in (8, 2, 2)] 
 cos, sin = fk.rope_tables(256, 72, device="cuda")
 x, weight = torch.randn(64, 100, **half), torch.randn(576, **half)
 y, z = torch.randn(2, 64, 576, **half)
+table = torch.arange(32, device="cuda", dtype=torch.int32).reshape(2, 16)
+cache = PagedCache.allocate(32, 16, 2, 72, block_table=table)
+cache.k.normal_(), cache.v.normal_(), cache.lengths.fill_(100)
+router, ups, downs = (torch.randn(*shape, **half) for shape in ((8, 576), (8, 256, 576), (8, 576, 128)))
+head, targets = torch.randn(576, 576, **half), torch.arange(64, device="cuda")
+seeds = torch.arange(2, device="cuda")
 
 def results():
     outs = [fk.attention(*inputs[dim], causal=True) for dim in inputs]
@@ -161,6 +238,14 @@ def results():
     outs += fk.rms_norm(y, weight, residual=z)
     leaves = [a.clone().requires_grad_() for a in inputs[72]]
     outs += torch.autograd.grad(fk.attention(*leaves, causal=True).float().square().sum(), leaves)
+    outs.append(fk.decode(inputs[72][0][:, :1], cache))
+    outs.append(fk.moe.layer(y, router, ups, downs, k=2))
+    outs.append(fk.moe.layer(y[:3], router, ups, downs, k=2))
+    outs += fk.fused.sample(y[:2], temperature=0.8, top_k=40, seeds=seeds)[:2]
+    leaves = [a.clone().requires_grad_() for a in (y, head)]
+    outs += torch.autograd.grad(fk.fused.linear_cross_entropy(*leaves, targets), leaves)
+    leaves = [a.clone().requires_grad_() for a in (y, router, ups, downs)]
+    outs += torch.autograd.grad(fk.moe.layer(*leaves, k=2), leaves, z)
     return outs
 
 torch.cuda.synchronize()
@@ -176,7 +261,12 @@ call = AttentionProblem(batch=2, seq_q=256, seq_k=256, heads=8, kv_heads=2, head
 odd = AttentionProblem(batch=2, seq_q=256, seq_k=256, heads=8, kv_heads=2, head_dim=70, causal=True)
 gradients = BackwardProblem(call, ("q", "k", "v"))
 norm = Rows("rms_norm", 576, residual=True)
-work = (call, odd, gradients, norm, Rows("softmax", 100), Rotation(8, 2, 72)) if mode == "warm" else ()
+sizes = {"batch": 2, "tokens": 1, "heads": 8, "kv_heads": 2, "head_dim": 72, "context": 256}
+decode = DecodeProblem(page_size=16, row_bits=2304, **sizes)
+layers = [Experts(64, 576, 128, 8, 2, backward=True), Experts(3, 576, 128, 8, 2), Rows("swiglu", 256, backward=True)]
+last = [Sampling(576, 2, top_k=40), Loss(576, 576, backward=True)]
+work = [call, odd, gradients, norm, Rows("softmax", 100), Rotation(8, 2, 72), decode, *layers, *last]
+work = work if mode == "warm" else []
 done = fk.warmup(*work)
 with fk.strict():
     outs = results()
@@ -216,9 +306,10 @@ def test_a_folder_built_ahead_serves_without_a_compiler(tmp_path: Path) -> None:
     gpu = fk.detect()
     assert gpu is not None
     folder = tmp_path / "kernels"
-    calls = "--ops attention,attention_backward,rope,softmax,rms_norm --head-dims 72,70 --widths 100,576 --batches 2"
-    command = f"compile --gpu {gpu.key} {calls} --seqs 256 --heads 8 --kv-heads 2 --out {folder}"
-    subprocess.run([sys.executable, "-m", "flashkernels", *command.split()], check=True, timeout=500)
+    ops = "attention,rope,softmax,rms_norm,decode,sample,linear_cross_entropy,moe --head-dims 72,70 --widths 100,576"
+    experts = "--hidden 576 --inner 128 --experts 8 --experts-per-token 2 --tokens 64 --page-sizes 16 --backward"
+    command = f"compile --gpu {gpu.key} --ops {ops} --batches 2 --seqs 256 --heads 8 --kv-heads 2 {experts}"
+    subprocess.run([sys.executable, "-m", "flashkernels", *command.split(), "--out", str(folder)], check=True)
     run("jit", tmp_path / "other", tmp_path)
     before = sorted(folder.rglob("*"))
     print(f"seconds from torch's start to the results: {run('folder', folder, tmp_path)[2]}")

@@ -13,15 +13,25 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from flashkernels.aot.work import DTYPES, GLU, ROW_OPS, Appending, Rotation, Rows, Work
+from flashkernels.aot.blank import DTYPES
+from flashkernels.aot.experts import Experts
+from flashkernels.aot.vocabulary import Loss, Sampling
+from flashkernels.aot.work import GLU, ROW_OPS, Appending, Rotation, Rows, Work
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.decode.problem import DecodeProblem
 from flashkernels.formats import lookup
 
 OPS = (
-    "attention", "attention_backward", "attention_varlen", "attention_paged", "decode", "append", "rope", *ROW_OPS
+    "attention", "attention_backward", "attention_varlen", "attention_paged", "decode", "append", "rope", *ROW_OPS,
+    "sample", "cross_entropy", "linear_cross_entropy", "moe",
 )  # fmt: skip
 ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu", "relu2": "relu2_glu"}
+NORMED_HEADS = ("qwen3", "gemma3", "olmo2", "olmoe")  # queries and keys have a norm of their own
+# Greedy, with top_k as a number up to 64, with top_p alone, and with tensors of settings.
+SAMPLED = (
+    Sampling(1, 1, greedy=True), Sampling(1, 1, top_k=50), Sampling(1, 1),
+    Sampling(1, 1, rows=("temperature", "top_k", "top_p")),
+)  # fmt: skip
 HF_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
@@ -31,7 +41,7 @@ class Sizes:
 
     head_dims: Sequence[int] = (64, 128)
     heads: int = 32
-    kv_heads: int = 8
+    kv_heads: int = 8  # the decode of Hopper has the bytes of all of them compiled in, so their number has to be right
     dtypes: Sequence[str] = ("bf16",)
     batches: Sequence[int] = (1, 8)
     seqs: Sequence[int] = (256, 1024, 4096)
@@ -39,14 +49,21 @@ class Sizes:
     window: tuple[int, int] = (-1, -1)
     softcap: bool = False
     sinks: bool = False
-    widths: Sequence[int] = (4096,)  # of rows
+    widths: Sequence[int] = (4096,)  # of rows; of `sample` and the losses the vocabulary
     page_sizes: Sequence[int] = (16, 64)
     cache_formats: Sequence[str] = ()  # of a paged cache; none: that of the queries
     rotary_dim: int = 0
-    backward: bool = False
+    hidden: int = 4096  # of linear_cross_entropy and moe, as are the next ones of moe
+    inner: int = 14336
+    experts: int = 8
+    experts_per_token: int = 2
+    expert_formats: Sequence[str] = ("",)  # of the experts' weights; "": the dtype
+    tokens: int = 0  # of moe, at most; 0: those of the largest batch
+    backward: bool = False  # gradients too
 
     def __post_init__(self) -> None:
-        for name in ("head_dims", "dtypes", "batches", "seqs", "causal", "widths", "page_sizes", "cache_formats"):
+        for name in ("head_dims", "dtypes", "batches", "seqs", "causal", "widths", "page_sizes", "cache_formats",
+                     "expert_formats"):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, str) or not isinstance(value, Sequence):
                 raise TypeError(f"{name}={value!r} must be a list or a tuple")
@@ -54,6 +71,11 @@ class Sizes:
             for value in getattr(self, name):
                 if not isinstance(value, int) or value < 1:
                     raise ValueError(f"{name}={list(getattr(self, name))}: {value!r} is not a positive whole number")
+        for name in ("hidden", "inner", "experts", "experts_per_token"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not a positive whole number")
+        if self.tokens < 0:
+            raise ValueError(f"tokens={self.tokens} must not be negative")
         for dtype in self.dtypes:
             if dtype not in DTYPES:
                 raise ValueError(f"dtypes={list(self.dtypes)}: {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -78,7 +100,8 @@ def wanted(ops: Sequence[str], sizes: Sizes | None = None) -> list[Work]:
 
 def of_model(config: Path, sizes: Sizes | None = None) -> list[Work]:
     """The calls of a decoder-only transformer, read from its Hugging Face config.json: prefill, decode, the cache,
-    norms, RoPE and activation. Batches, lengths and pages are those of `sizes`."""
+    norms, RoPE, activation, experts and sampling; with `backward` gradients and the loss. Of `sizes` are pages, formats
+    and the largest batch and length: smaller ones are prepared for too."""
     try:
         read = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -98,9 +121,9 @@ def of_model(config: Path, sizes: Sizes | None = None) -> list[Work]:
         given, head_dims=(head_dim,), heads=heads, kv_heads=read.get("num_key_value_heads") or heads, dtypes=(dtype,),
         causal=(True,), softcap=bool(read.get("attn_logit_softcapping")),
         rotary_dim=int(head_dim * read.get("partial_rotary_factor", 1.0)),
+        batches=counts(max(given.batches)), seqs=counts(max(given.seqs), 8),
     )  # fmt: skip
     ops = ["attention", "attention_varlen", "attention_paged", "decode", "append", "rope"]
-    ops += ["attention_backward"] if own.backward else []
     works = wanted(ops, own)
     if left:
         windowed = [op for op in ops if op.startswith(("attention", "decode"))]
@@ -109,22 +132,42 @@ def of_model(config: Path, sizes: Sizes | None = None) -> list[Work]:
     for residual in (False, True):
         works.append(Rows(norm, width, dtype, residual=residual, bias=norm == "layer_norm", backward=own.backward))
     act = str(read.get("hidden_act") or read.get("hidden_activation") or "silu")
-    if act in ACTIVATIONS:
-        width = 2 * read["intermediate_size"]
-        works.append(Rows(ACTIVATIONS[act], width, dtype, backward=own.backward, exact=act == "gelu"))
+    for inner in (read["intermediate_size"], read.get("shared_expert_intermediate_size")):
+        if act in ACTIVATIONS and inner:
+            works.append(Rows(ACTIVATIONS[act], 2 * inner, dtype, backward=own.backward, exact=act == "gelu"))
+    if str(read.get("model_type")).startswith(NORMED_HEADS):
+        works.append(Rows(norm, head_dim, dtype, backward=own.backward))
+    if experts := read.get("num_experts") or read.get("num_local_experts"):
+        if act not in ACTIVATIONS or act == "gelu":
+            raise ValueError(f"{config}: hidden_act={act!r} is no activation of moe.layer")
+        inner = read.get("moe_intermediate_size") or read["intermediate_size"]
+        model = Experts(
+            1, width, inner, experts, read.get("num_experts_per_tok", 2), dtype, activation=ACTIVATIONS[act],
+            renormalise=bool(read.get("norm_topk_prob", "num_local_experts" in read)),  # Mixtral always does
+            shared="shared_expert_intermediate_size" in read,
+        )  # fmt: skip
+        works += _layers(model, own)
+    if vocab := read.get("vocab_size"):
+        last = replace(own, dtypes=tuple(dict.fromkeys((dtype, "fp32"))), widths=(vocab,), hidden=width)
+        works += wanted(["sample", "softmax"], replace(last, backward=False))
+        if own.backward:
+            capped = bool(read.get("final_logit_softcapping"))
+            works += [Loss(vocab, hidden, dtype, capped, backward=True) for hidden in (0, width)]
     return list(dict.fromkeys(works))
 
 
 def _calls(op: str, sizes: Sizes) -> Iterator[Work]:
     if op in ("attention", "attention_backward", "attention_varlen"):
         for call in _attention(sizes):
-            if op == "attention":
-                yield call
-            elif call.dtype != "fp8" and op == "attention_backward":
-                yield BackwardProblem(call, ("q", "k", "v"))
-            elif call.dtype != "fp8":
+            if call.dtype == "fp8" and op != "attention":
+                continue
+            if op == "attention_varlen":
                 rows = call.batch * call.seq_q
-                yield replace(call, varlen=True, total_q=rows, total_k=rows)
+                call = replace(call, varlen=True, total_q=rows, total_k=rows)
+            if op != "attention_backward":
+                yield call
+            if call.dtype != "fp8" and (sizes.backward or op == "attention_backward"):
+                yield BackwardProblem(call, ("q", "k", "v"))
     elif op == "decode":
         yield from _decode(sizes)
     elif op == "attention_paged":
@@ -141,7 +184,22 @@ def _calls(op: str, sizes: Sizes) -> Iterator[Work]:
     elif op == "rope":
         for dim, dtype in itertools.product(sizes.head_dims, _wide(sizes)):
             for ids in (False, True):
-                yield Rotation(sizes.heads, sizes.kv_heads, dim, min(dim, sizes.rotary_dim), dtype, position_ids=ids)
+                turned = min(dim, sizes.rotary_dim)
+                yield Rotation(
+                    sizes.heads, sizes.kv_heads, dim, turned, dtype, position_ids=ids, backward=sizes.backward
+                )
+    elif op == "sample":
+        for vocab, dtype, batch in itertools.product(sizes.widths, _wide(sizes), counts(max(sizes.batches))):
+            for how in SAMPLED:
+                yield replace(how, vocab=vocab, dtype=dtype, batch=batch)
+    elif op.endswith("cross_entropy"):
+        for vocab, dtype in itertools.product(sizes.widths, _wide(sizes)):
+            yield Loss(vocab, sizes.hidden if op.startswith("linear") else 0, dtype, backward=sizes.backward)
+    elif op == "moe":
+        for dtype in _wide(sizes):
+            yield from _layers(
+                Experts(1, sizes.hidden, sizes.inner, sizes.experts, sizes.experts_per_token, dtype), sizes
+            )
     else:
         for width, dtype in itertools.product(sizes.widths, _wide(sizes)):
             packed = 2 if op in GLU else 1
@@ -173,6 +231,31 @@ def _decode(sizes: Sizes) -> Iterator[DecodeProblem]:
                 context=pages * page, page_size=page, row_bits=2 * form.bits(dim), dtype=dtype, format=form.name,
                 scales="token" if form.quantised else "", window=sizes.window, softcap=sizes.softcap, sinks=sizes.sinks,
             )  # fmt: skip
+
+
+def _layers(model: Experts, sizes: Sizes) -> Iterator[Work]:
+    """The layer at every number of tokens; with gradients also the activation, which is then a call of its own."""
+    for form in sizes.expert_formats:
+        learns = sizes.backward and not form
+        for tokens in counts(sizes.tokens or max(sizes.batches) * max(sizes.seqs)):
+            yield replace(model, tokens=tokens, weights=form, backward=learns)
+        if learns and model.activation in GLU:
+            yield Rows(model.activation, 2 * model.inner, model.dtype, backward=True)
+
+
+def counts(most: int, steps: int = 4) -> list[int]:
+    """Numbers that stand for all from 1 to `most`: powers of two, `steps` from each to the next, and one more than each
+    of these. Kernels depend on which of some thresholds a number passes, and on whether it is a multiple of 16.
+
+    >>> counts(40, 2)
+    [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17, 24, 25, 32, 33, 40]
+    """
+    found = {most}
+    for power in range(most.bit_length()):
+        for step in range(steps):
+            place = (1 << power) + (step << power) // steps
+            found |= {place, place + 1}
+    return sorted(n for n in found if n <= most)
 
 
 def _wide(sizes: Sizes) -> list[str]:

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashkernels.aot.blank import ROWS, Recipe, empty
+from flashkernels.aot.experts import Experts, expert_recipes
+from flashkernels.aot.vocabulary import Loss, Sampling, loss_recipes, sampling_recipes
 from flashkernels.attention import api as attention
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.tensors import Given, Tensors, empty_output, lse_shape
@@ -28,11 +31,7 @@ from flashkernels.jit.notes import Program, noting
 from flashkernels.kvcache.append import IMPLS as APPEND_IMPLS, Append
 from flashkernels.kvcache.cache import PagedCache
 
-DTYPES = {
-    "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn,
-}  # fmt: skip
 GLU = {"swiglu": "silu", "geglu": "gelu_tanh", "relu2_glu": "relu2"}
-ROWS = 4096  # of the tensors that stand for those of row-wise ops, which are compiled alike for any number of them
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,7 @@ class Rotation:
     interleaved: bool = False
     inplace: bool = False
     position_ids: bool = False
+    backward: bool = False  # the gradients too
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,9 @@ class Appending:
     pages: int = 16  # of a sequence
 
 
-Work = AttentionProblem | BackwardProblem | DecodeProblem | Rows | Rotation | Appending
+Work = (
+    AttentionProblem | BackwardProblem | DecodeProblem | Rows | Rotation | Appending | Sampling | Loss | Experts
+)  # fmt: skip
 ROW_OPS = ("rms_norm", "layer_norm", *GLU, "gelu", "softmax", "log_softmax")
 
 
@@ -115,19 +117,12 @@ def preload(work: Work, gpu: Gpu) -> None:
     """Loads what the call needs into this process; the cache has it."""
     for program in programs(work, gpu):
         program.preload()
-    if isinstance(work, (AttentionProblem, BackwardProblem)):
+    if isinstance(work, (AttentionProblem, BackwardProblem, DecodeProblem)):
         for run in RECIPES[type(work)](work, gpu, only="hopper"):
             run()
 
 
-def empty(*shape: int, dtype: str | torch.dtype = torch.float32) -> Tensor:
-    """A tensor without memory; its address counts as aligned."""
-    return torch.empty(shape, dtype=DTYPES[dtype] if isinstance(dtype, str) else dtype, device="meta")
-
-
 # --- recipes: functions that plan and run one call each
-
-Recipe = Callable[[], Any]
 
 
 def _attention(work: AttentionProblem, gpu: Gpu, only: str = "") -> list[Recipe]:
@@ -179,7 +174,10 @@ def attention_tensors(problem: AttentionProblem) -> Tensors:
     )  # fmt: skip
 
 
-def _decode(work: DecodeProblem, gpu: Gpu) -> list[Recipe]:
+def _decode(work: DecodeProblem, gpu: Gpu, only: str = "") -> list[Recipe]:
+    """Pages are as `PagedCache.allocate` makes them. The Hopper kernel has the bytes from one key to the next compiled
+    in, which are those of all KV heads: a cache that lies otherwise, K and V in one tensor for example, needs another.
+    """
     problem = replace(work, device="cuda")
     p = problem
     pages = -(-p.context // p.page_size)
@@ -194,7 +192,7 @@ def _decode(work: DecodeProblem, gpu: Gpu) -> list[Recipe]:
         empty(p.batch + 1, dtype=torch.int32) if p.ragged else None,
     )  # fmt: skip
     impl = select(decode.IMPLS, problem, gpu)
-    return _recipe(impl, "", (problem, gpu, call), (call, p.head_dim**-0.5, float(p.softcap)))
+    return _recipe(impl, only, (problem, gpu, call), (call, p.head_dim**-0.5, float(p.softcap)))
 
 
 def _rows(work: Rows, gpu: Gpu) -> list[Recipe]:
@@ -217,12 +215,15 @@ def _rows(work: Rows, gpu: Gpu) -> list[Recipe]:
 def _norm(work: Rows, gpu: Gpu, x: Tensor) -> list[Recipe]:
     centred, side = work.op == "layer_norm", empty(work.width, dtype=work.dtype)
     tensors = (x, side, side if work.bias else None, x if work.residual else None)
-    call = norm.Norm(centred, 1e-6, False, work.quantise, work.backward, "auto")
+    call = norm.Norm(centred, 1e-6, False, work.quantise, False, "auto")
     problem = replace(row_problem(work.op, x, 2, work.quantise), device="cuda")
+    recipes = _row_recipes(norm, problem, gpu, tensors, call, None, None)
+    if not work.backward:
+        return recipes
     stats = empty(ROWS)
     grads = (x, x if work.residual else None, x, side, stats if centred else stats.new_empty(0), stats)
     backward = norm.NormBackward(centred, False, True, work.bias, "auto")
-    return _row_recipes(norm, problem, gpu, tensors, call, grads if work.backward else None, backward)
+    return recipes + _row_recipes(norm, problem, gpu, tensors, call._replace(stats=True), grads, backward)
 
 
 def _row_recipes(
@@ -240,13 +241,20 @@ def _row_recipes(
 
 
 def _rotation(work: Rotation, gpu: Gpu) -> list[Recipe]:
-    seq, turned = 1024, work.rotary_dim or work.head_dim
-    q, k = (empty(1, seq, heads, work.head_dim, dtype=work.dtype) for heads in (work.heads, work.kv_heads))
-    table = empty(seq, turned // 2)
-    ids = empty(1, seq, dtype=torch.int64) if work.position_ids else None
+    """The length is the stride of position ids: a multiple of 16, none, and 1 are compiled apart."""
+    lengths = (1024, 1023, 1) if work.position_ids else (1024,)
+    back = (False, True) if work.backward else (False,)
+    return [recipe for seq in lengths for conjugate in back for recipe in _rotation_of(work, gpu, seq, conjugate)]
+
+
+def _rotation_of(work: Rotation, gpu: Gpu, seq: int, conjugate: bool) -> list[Recipe]:
+    turned = work.rotary_dim or work.head_dim
+    q, k = (empty(8, seq, heads, work.head_dim, dtype=work.dtype) for heads in (work.heads, work.kv_heads))
+    table = empty(1024, turned // 2)
+    ids = empty(8, seq, dtype=torch.int64) if work.position_ids else None
     tensors = (q, k, table, table, ids)
-    call = rope.Rope(turned, work.interleaved, False, work.inplace, "auto")
-    tokens = seq * (work.heads + work.kv_heads)
+    call = rope.Rope(turned, work.interleaved, conjugate, work.inplace, "auto")
+    tokens = 8 * seq * (work.heads + work.kv_heads)
     problem = RowProblem("rope", tokens, work.head_dim, work.dtype, "cuda", 0)
     impl = select(rope.IMPLS, problem, gpu)
     return _recipe(impl, "", (problem, gpu, tensors, call), tensors)
@@ -268,5 +276,5 @@ def _appending(work: Appending, gpu: Gpu) -> list[Recipe]:
 
 RECIPES: dict[type, Callable[..., list[Recipe]]] = {
     AttentionProblem: _attention, BackwardProblem: _backward, DecodeProblem: _decode, Rows: _rows, Rotation: _rotation,
-    Appending: _appending,
+    Appending: _appending, Sampling: sampling_recipes, Loss: loss_recipes, Experts: expert_recipes,
 }  # fmt: skip

@@ -18,13 +18,19 @@ def compile(
     model_config: Annotated[Path | None, typer.Option(help="A model's config.json: what the model calls.")] = None,
     head_dims: Annotated[str, typer.Option(help="Head dimensions, separated by commas.")] = "64,128",
     heads: Annotated[int, typer.Option(help="Query heads.")] = 32,
-    kv_heads: Annotated[int, typer.Option(help="Key heads.")] = 8,
+    kv_heads: Annotated[int, typer.Option(help="Key heads; Hopper's decode fits their number alone.")] = 8,
     dtypes: Annotated[str, typer.Option(help="fp16, bf16, fp32, fp8 (attention only).")] = "bf16",
     batches: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8",
     seqs: Annotated[str, typer.Option(help="Lengths of sequences.")] = "256,1024,4096",
-    widths: Annotated[str, typer.Option(help="Widths of rows, of the row-wise ops.")] = "4096",
+    widths: Annotated[str, typer.Option(help="Widths of rows; of sample and losses the vocabulary.")] = "4096",
     page_sizes: Annotated[str, typer.Option(help="Keys of a page, of decode.")] = "16,64",
-    backward: Annotated[bool, typer.Option("--backward", help="The gradients of row-wise ops and models too.")] = False,
+    hidden: Annotated[int, typer.Option(help="Width of tokens, of moe and linear_cross_entropy.")] = 4096,
+    inner: Annotated[int, typer.Option(help="Width of an expert, of moe.")] = 14336,
+    experts: Annotated[int, typer.Option(help="Experts, of moe.")] = 8,
+    experts_per_token: Annotated[int, typer.Option(help="Experts of a token, of moe.")] = 2,
+    expert_formats: Annotated[str, typer.Option(help="Formats of experts: fp8, fp8_block, int8, w8, w4.")] = "",
+    tokens: Annotated[int, typer.Option(help="The most tokens of moe; 0: of the largest batch.")] = 0,
+    backward: Annotated[bool, typer.Option("--backward", help="Gradients too: training.")] = False,
     jobs: Annotated[int, typer.Option(help="Processes; 0: one a core.")] = 0,
     check: Annotated[Path | None, typer.Option(help="Verify this folder instead.")] = None,
 ) -> None:
@@ -43,7 +49,9 @@ def compile(
     sizes = Sizes(
         head_dims=_numbers("--head-dims", head_dims), heads=heads, kv_heads=kv_heads, dtypes=_words(dtypes),
         batches=_numbers("--batches", batches), seqs=_numbers("--seqs", seqs), widths=_numbers("--widths", widths),
-        page_sizes=_numbers("--page-sizes", page_sizes), backward=backward,
+        page_sizes=_numbers("--page-sizes", page_sizes), hidden=hidden, inner=inner, experts=experts,
+        experts_per_token=experts_per_token, expert_formats=_words(expert_formats) or [""], tokens=tokens,
+        backward=backward,
     )  # fmt: skip
     works = of_model(model_config, sizes) if model_config else wanted(_words(ops), sizes)
     _build(works, _words(gpu), out, jobs)

@@ -132,7 +132,7 @@ def sample(
     offset_rows = offsets if isinstance(offsets, Tensor) else None
     numbers = _numbers(given, seeds, offsets)
     _check_top_n(top_n, logits.shape[1])
-    call = Sample(top_n, _capacity(numbers, settings, top_n), impl)
+    call = Sample(top_n, room(numbers, settings, top_n), impl)
     tensors: tuple[Any, ...] = (logits, previous, counts, seed_rows, offset_rows, *settings)
     if unwatched(tensors):
         return _forward(tensors, call)(numbers)
@@ -178,7 +178,7 @@ def _numbers(given: tuple[Any, ...], seeds: int | Tensor, offsets: int | Tensor)
     return Numbers(heat, chosen, share, least, repetition, presence, frequency, seed, offset)
 
 
-def _capacity(numbers: Numbers, settings: tuple[Tensor | None, ...], top_n: int) -> int:
+def room(numbers: Numbers, settings: tuple[Tensor | None, ...], top_n: int) -> int:
     """Room for four times the candidates that are wanted, a power of two; the most where a tensor has their number."""
     low, high = CAPACITIES
     wanted = numbers.top_k

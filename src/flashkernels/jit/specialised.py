@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from types import CodeType, ModuleType
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from triton import knobs
@@ -237,7 +236,7 @@ class Loaded:
         for x in tensors:
             if x is None:
                 continue
-            if isinstance(x, torch.Tensor):
+            if hasattr(x, "data_ptr"):  # a tensor, or only the address of one
                 values.append(x.data_ptr())
             else:  # a Descriptor
                 values.append(self._map(described, x))
