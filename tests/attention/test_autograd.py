@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from functools import partial
 from typing import Any
 
@@ -15,16 +14,13 @@ from torch import Tensor
 import flashkernels as fk
 
 from . import oracle
-from .cases import FEATURES, NO_MASK, Shape, float_mask, keywords, qkv, ragged
+from .cases import FEATURES, NO_MASK, Shape, float_mask, interpreter, keywords, qkv, ragged
 from .gradients import check, check_varlen, leaves
 
 INF = float("inf")
 SMALL = Shape(b=2, sq=9, sk=14, h=4, hkv=2, d=8, dv=5)
 LENGTHS = ([5, 0, 12], [9, 3, 7])
 
-interpreter = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 before triton is imported"
-)
 impls = pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=interpreter)])
 
 

@@ -6,7 +6,6 @@ fp16 and fp32 only in the interpreter, whose bf16 is wrong. The tolerance is twi
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -27,7 +26,19 @@ from flashkernels.hardware import lookup
 from flashkernels.tiling import Tile
 
 from . import oracle
-from .cases import EVERYTHING, FEATURES, NO_MASK, Shape, bool_mask, float_mask, keywords, pairs, qkv, ragged
+from .cases import (
+    EVERYTHING,
+    FEATURES,
+    NO_MASK,
+    Shape,
+    bool_mask,
+    float_mask,
+    interpreter,
+    keywords,
+    pairs,
+    qkv,
+    ragged,
+)
 from .gpu import LENGTHS, dtype_id, misaligned, needs_memory, odd_rows, on_gpu, sequence_first, spread, syncs_are_errors
 from .gradients import (
     assert_same_gradients,
@@ -43,10 +54,6 @@ from .test_properties import Call, calls, lengths
 INF, NAN = float("inf"), float("nan")
 SMALL = Shape(b=1, sq=35, sk=50, h=2, hkv=1, d=16)
 SIDES = ("alibi_slopes", "sinks")  # a mask's gradient is not the fused backward's
-
-interpreter = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 before triton is imported"
-)
 
 
 def sides(features: dict[str, Any]) -> tuple[str, ...]:
@@ -337,7 +344,7 @@ def test_the_same_bits_every_time() -> None:
 @interpreter
 def test_checkpointing() -> None:
     inputs = leaves(*qkv(SMALL))
-    attend = lambda q, k, v: fk.attention(q, k, v, causal=True, impl="triton")  # noqa: E731
+    attend = partial(fk.attention, causal=True, impl="triton")
     want = torch.autograd.grad(attend(*inputs).square().sum(), inputs)
     out = torch.utils.checkpoint.checkpoint(attend, *inputs, use_reentrant=False)
     for g, w in zip(torch.autograd.grad(out.square().sum(), inputs), want, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from flashkernels.hardware import lookup
 from flashkernels.tiling import Tile, use_tile
 
 from . import oracle
-from .cases import EVERYTHING, Ragged, Shape, keywords, qkv, ragged
+from .cases import EVERYTHING, Ragged, Shape, interpreter, keywords, qkv, ragged
 from .gpu import LENGTHS, dtype_id, syncs_are_errors
 from .gradients import _compare, leaves
 from .test_properties import Call, calls, lengths
@@ -35,9 +34,6 @@ SEED, P = 1234567890123456789, 0.3
 SEEDS = st.integers(-(2**63), 2**63 - 1)
 RATES = st.sampled_from([0.01, 0.1, 0.5, 0.9])
 
-interpreter = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 before triton is imported"
-)
 impls = pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=interpreter)])
 
 
@@ -156,9 +152,16 @@ def check_varlen(batch: Ragged, *, impl: str, p: float = P, seed: int = SEED, **
     drop, same = {"dropout_p": p, "dropout_seed": seed}, {"dropout_p": p, "stay": stays_of(batch, p, seed)}
     out, lse = fk.attention_varlen(*batch.args, return_lse=True, impl=impl, **drop, **features)
     oracle.assert_correct_varlen(out, lse, *batch.tensors, **same, **features)
-    ours = lambda *a, **f: fk.attention_varlen(*a, *lens, return_lse=True, impl=impl, **drop, **f)  # noqa: E731
-    plain = lambda *a, **f: oracle.naive_varlen(*a, *lens[:2], **same, **f)  # noqa: E731
-    exact = lambda *a, **f: oracle.attention_varlen(*a, *lens[:2], **same, **f)  # noqa: E731
+
+    def ours(*qkv: Tensor, **features: Any) -> Any:
+        return fk.attention_varlen(*qkv, *lens, return_lse=True, impl=impl, **drop, **features)
+
+    def plain(*qkv: Tensor, **features: Any) -> Any:
+        return oracle.naive_varlen(*qkv, *lens[:2], **same, **features)
+
+    def exact(*qkv: Tensor, **features: Any) -> Any:
+        return oracle.attention_varlen(*qkv, *lens[:2], **same, **features)
+
     _compare(batch.args[:3], ours, plain, exact, True, sides(features), features)
 
 
@@ -438,8 +441,8 @@ def test_what_there_is_serves_deterministic_problems() -> None:
 @impls
 def test_gradients_are_the_same_in_every_run(impl: str) -> None:
     inputs = leaves(*qkv(TINY, torch.float16))
-    loss = lambda: fk.attention(*inputs, dropout_p=P, dropout_seed=1, deterministic=True, impl=impl).square().sum()  # noqa: E731
-    first, second = (torch.autograd.grad(loss(), inputs) for _ in range(2))
+    attend = partial(fk.attention, dropout_p=P, dropout_seed=1, deterministic=True, impl=impl)
+    first, second = (torch.autograd.grad(attend(*inputs).square().sum(), inputs) for _ in range(2))
     assert all(map(torch.equal, first, second))
 
 

@@ -527,7 +527,10 @@ def test_opcheck_of_a_ragged_and_a_paged_batch() -> None:
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_compiled_in_one_graph_gives_the_same(dynamic: bool) -> None:
     torch._dynamo.reset()
-    run = lambda q, k, v: fk.attention(q * 1.0, k, v, causal=True, impl=IMPL) + 1  # noqa: E731
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return fk.attention(q * 1.0, k, v, causal=True, impl=IMPL) + 1
+
     compiled = torch.compile(run, fullgraph=True, dynamic=dynamic)
     for seq in (128, 200):
         q, k, v = cuda(LARGE.but(sq=seq, sk=seq))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +13,11 @@ from torch import Tensor
 import flashkernels as fk
 
 from . import oracle
-from .cases import Ragged, Shape, bool_mask, float_mask, qkv, ragged, sinks, slopes
+from .cases import Ragged, Shape, bool_mask, float_mask, interpreter, qkv, ragged, sinks, slopes
 
 # The examples are the same in every run (see tests/conftest.py), unless --slow asks for new ones.
 FAST, INTERPRETED = settings(max_examples=500), settings(max_examples=50)
 LONG, LONG_INTERPRETED = settings(max_examples=2000), settings(max_examples=60)
-
-interpreter = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 before triton is imported"
-)
 
 
 @dataclass(frozen=True)

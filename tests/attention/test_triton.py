@@ -5,7 +5,6 @@ fp16 and fp32 only: the interpreter's bf16 arithmetic is wrong, so bf16 is teste
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -16,11 +15,21 @@ import flashkernels as fk
 from flashkernels.tiling import Tile, use_tile
 
 from . import oracle
-from .cases import EVERYTHING, FEATURES, NO_MASK, Shape, bool_mask, float_mask, keywords, pairs, qkv, ragged
-
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 before triton is imported"
+from .cases import (
+    EVERYTHING,
+    FEATURES,
+    NO_MASK,
+    Shape,
+    bool_mask,
+    float_mask,
+    interpreter,
+    keywords,
+    pairs,
+    qkv,
+    ragged,
 )
+
+pytestmark = interpreter
 
 INF, NAN = float("inf"), float("nan")
 HEAD_DIMS = [1, 7, 16, 24, 40, 48, 64, 72, 80, 96, 112, 128, 160, 192, 256, 264, 320, 512]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +22,8 @@ WHERE = Path("old.json")
 
 
 def row(case: str, impl: str, ms: float | None, *, peer: bool = False, suite: str = "headdims") -> Row:
-    figures = {"ms_p50": ms} if ms else {"ok": False, "reason": "error 0.3 is over 0.002"}
-    return Row("attention", suite, case, PARAMS, impl, peer, **figures)  # type: ignore[arg-type]
+    figures: dict[str, Any] = {"ms_p50": ms} if ms else {"ok": False, "reason": "error 0.3 is over 0.002"}
+    return Row("attention", suite, case, PARAMS, impl, peer, **figures)
 
 
 OLD = Results(META, [row("a", "hopper", 1.0), row("a", "fa4", 2.0, peer=True), row("b", "hopper", None)])
@@ -94,9 +95,9 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def run(**options: object) -> None:
-    arguments = {"quick": True, "device": "cpu", "cases": "d72-full", "peers": "none", "rounds": 1}
-    bench("attention", suite="headdims", impls="torch", **(arguments | options))  # type: ignore[arg-type]
+def run(**options: Any) -> None:
+    arguments: dict[str, Any] = {"quick": True, "device": "cpu", "cases": "d72-full", "peers": "none", "rounds": 1}
+    bench("attention", suite="headdims", impls="torch", **(arguments | options))
 
 
 @pytest.fixture

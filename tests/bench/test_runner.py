@@ -28,7 +28,7 @@ FEATURES = cases("features", device="cpu", quick=True)
 
 def contestant(change: Callable[[torch.Tensor], Any], *, peer: bool = False) -> Contestant:
     def prepare(case: Case, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        return Call(lambda: change(fk.attention(*args, impl="torch", **kwargs)))  # type: ignore[arg-type]
+        return Call(lambda: change(fk.attention(*args, impl="torch", **kwargs)))
 
     return Contestant("it", peer, prepare)
 

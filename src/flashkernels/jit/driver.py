@@ -17,7 +17,7 @@ EARLY_START = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 DTYPES = {"fp8": 0, "fp16": 6, "fp32": 7, "bf16": 9}  # CUtensorMapDataType; FP8 travels as bytes
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle
-PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}  # CUtensorMapL2promotion, by the bytes that the L2 fetches at least
+PROMOTE_256 = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
 
 
@@ -107,14 +107,12 @@ def tensor_map(
     strides_bytes: tuple[int, ...],
     box: tuple[int, ...],
     swizzle_bytes: int,
-    fetched_bytes: int = 256,
 ) -> bytes:
     """The 128 bytes by which TMA reads and writes boxes of a tensor; a kernel wants them at a multiple of 64.
 
     Sizes, strides and box have the innermost dimension first. Its stride is one element and not among the strides, so
     there is one fewer of them than dimensions. What lies outside the tensor is read as zero and not written.
     A box starts at a multiple of 16 bytes along the innermost dimension: elsewhere the load is an illegal instruction.
-    The L2 fetches `fetched_bytes` from memory at least: more than a row that has strangers beside it is too many.
     """
     rank = len(sizes)
     given = f"pointer={pointer:#x}, {dtype=}, {sizes=}, {strides_bytes=}, {box=}, {swizzle_bytes=}"
@@ -122,9 +120,8 @@ def tensor_map(
         raise ValueError(f"a tensor map has 1 to 5 sizes, one stride fewer, and as many box sizes: {given}")
     if dtype not in DTYPES or swizzle_bytes not in SWIZZLES:
         raise ValueError(f"dtype is one of {', '.join(DTYPES)}, swizzle_bytes one of {[*SWIZZLES]}: {given}")
-    kinds = DTYPES[dtype], SWIZZLES[swizzle_bytes], PROMOTIONS[fetched_bytes]
     try:
-        return encoded_map(pointer, kinds[0], sizes, strides_bytes, box, *kinds[1:])
+        return encoded_map(pointer, DTYPES[dtype], sizes, strides_bytes, box, SWIZZLES[swizzle_bytes], PROMOTE_256)
     except RuntimeError as error:
         raise RuntimeError(
             f"no tensor map of {given}: {error}. Pointer and strides are multiples of 16 bytes, sizes at most "

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashkernels.dispatch import Impl, UnsupportedError, lacks_triton, leaves_the_cpu, select
+from flashkernels.fused.linear import lowered
 from flashkernels.fused.rows import (
     DTYPES,
     MOST_PLANS,
@@ -109,18 +110,9 @@ def grouped_gemm(
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
-    if torch.is_autocast_enabled(x.device.type):
-        x, w = lowered(x), lowered(w)
+    x, w = lowered(x), lowered(w)
     call = _call(x, w, plan, gather, activation, interleaved, alpha, limit, out_dtype, impl)
     return product(x, w, plan, bias, row_weights, x_scale, call)
-
-
-def lowered(x: Any) -> Any:
-    """Under autocast, tensors of the products take its 16-bit type, as those of torch's own do."""
-    castable = (torch.float32, torch.float16, torch.bfloat16)
-    if not isinstance(x, Tensor) or x.dtype not in castable:
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def product(

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from flashkernels.fused import activation as fused
+from flashkernels.fused.linear import lowered
 from flashkernels.fused.rows import DTYPES, check_choice
 from flashkernels.moe import reference
 from flashkernels.moe.combine import Combine, combined
-from flashkernels.moe.gemm import ALPHA, LIMIT, Gemm, lowered, product
+from flashkernels.moe.gemm import ALPHA, LIMIT, Gemm, product
 from flashkernels.moe.plan import Plan
 from flashkernels.moe.problem import ACTIVATIONS, GATED, Epilogue
 from flashkernels.moe.route import Routing, route
@@ -72,8 +73,7 @@ def layer(
     if not isinstance(x, Tensor) or x.dtype not in DTYPES:
         got = getattr(x, "dtype", type(x).__name__)
         raise TypeError(f"x must be a tensor of {', '.join(map(str, DTYPES))}, got {got}")
-    if torch.is_autocast_enabled(x.device.type):
-        x, w_gate_up, w_down = lowered(x), lowered(w_gate_up), lowered(w_down)
+    x, w_gate_up, w_down = lowered(x), lowered(w_gate_up), lowered(w_down)
     if (routing is None) == (router_weight is None):
         raise ValueError("a layer takes either router_weight or routing")
     tokens = x.reshape(-1, x.shape[-1])

@@ -27,7 +27,6 @@ constexpr int WIDTH = KIND == PLAIN ? 64 : KIND == INT4 ? 256 : 128;  // numbers
 constexpr int K_CHUNKS = ceil_div(D, WIDTH), V_CHUNKS = ceil_div(DV, WIDTH);
 constexpr int KEYS = 16 * SUB;  // of a step
 constexpr int THREADS = 32 * WARPS;
-constexpr int ROWS = 8 * TILES;  // of queries that the products have
 constexpr bool TOKEN_SCALES = SCALE_BYTES > 0;
 
 // A warp's ring: each stage has K, V and the scales of a step.
