@@ -100,7 +100,8 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
                 return run(tensors, given, softmax_scale, softcap)
         q, k, v, slopes, sinks, _, cu_q, cu_k = tensors[:8]
         grad_out, out = (
-            x.contiguous() if copy else x for x, copy in zip((given.grad_out, _given(given.out)), copied, strict=True)
+            x.clone(memory_format=torch.contiguous_format) if copy else x  # contiguous() leaves it where it is
+            for x, copy in zip((given.grad_out, _given(given.out)), copied, strict=True)
         )
         lse, grad_lse = _given(given.lse).contiguous(), given.grad_lse
         grads = [

@@ -186,7 +186,7 @@ struct Consumer {
       if (ALIBI) y = fmaf(-slope, fabsf((float)(diagonal[r] - key) - at), y);
       if (MASKED) {
         const bool hidden = at >= end[r] - key || (LEFT && at < begin[r] - key);
-        if (hidden || (HIDES && bad >> (2 * (lane & 3) + at) & 1)) y = -INF;
+        if (hidden || (HIDES && bad >> (2 * (lane & 3) + at) & 1)) y = -INF, rest = 0.f;  // tanh may be a NaN
       }
       s[i] = SOFTCAP ? exp2_approx(y) * rest : exp2_approx(y);
     }
