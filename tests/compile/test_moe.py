@@ -3,17 +3,19 @@ are used. Needs no GPU."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from flashkernels.hardware import lookup
 from flashkernels.jit.launch import compile_options
 from flashkernels.jit.offline import Resources, compile_for
-from flashkernels.moe.problem import GemmProblem, RouteProblem
+from flashkernels.moe.problem import PHASES, GemmProblem, RouteProblem
 from flashkernels.moe.route import Call
 from flashkernels.moe.triton import backward, tiles
-from flashkernels.moe.triton.build import build_gemm, build_route
+from flashkernels.moe.triton.build import build_gemm, build_route, build_widen
 
-from .sass import spills
+from .sass import loops, spills
 
 GPUS = ("a100", "h200", "rtx5090")  # sm_80, 90, 120
 each_gpu = pytest.mark.parametrize("gpu", GPUS)
@@ -74,6 +76,45 @@ def test_formats_in_decode(weights: str, activation: str) -> None:
     found = gemm("h200", 16, activation, dtype, weights)
     unit = {"fp8": "QGMMA", "int8": "IGMMA"}.get(dtype, "HGMMA")
     assert unit in found.sass and "UTMALDG" in found.sass
+
+
+@pytest.mark.parametrize("activation", ["none", "swiglu"])
+@pytest.mark.parametrize(("weights", "block", "most"), [("w4", 16, 2.5), ("w4", 32, 3.2), ("w8", 16, 3.2)])
+def test_words_become_numbers_in_few_instructions(weights: str, block: int, most: float, activation: str) -> None:
+    """Instructions of the loop for each weight: 2 are as many as memory gives time for, 4.5 were half of its speed."""
+    loop = product_loop(gemm("h200", block, activation, weights=weights))
+    of_thread = 128 * 64 * PHASES[weights] / (32 * (4 if block == 16 else 8))
+    assert len(loop) / of_thread < most
+    assert sum(bool(re.search(r"\b(PRMT|I2F)\b", line)) for line in loop) <= 8  # they are not what unpacks
+
+
+@pytest.mark.parametrize("activation", ["none", "swiglu"])
+@pytest.mark.parametrize("weights", ["w8", "w4"])
+def test_words_in_large_tiles(weights: str, activation: str) -> None:
+    """The last product of a step goes on while the words of the next become numbers."""
+    loop = product_loop(gemm("h200", 128, activation, weights=weights))
+    waits = [line for line in loop if "WARPGROUP.DEPBAR" in line]
+    assert len(waits) < PHASES[weights]
+
+
+def product_loop(found: Resources) -> list[str]:
+    """The innermost."""
+    return min((loop for loop in loops(found.sass) if any("HGMMA" in line for line in loop)), key=len)
+
+
+@each_gpu
+@pytest.mark.parametrize("block", [16, 128])
+def test_words_on_every_gpu(block: int, gpu: str) -> None:
+    assert ("HGMMA" if gpu == "h200" else "HMMA") in gemm(gpu, block, "swiglu", weights="w4").sass
+
+
+@each_gpu
+@pytest.mark.parametrize("weights", ["w8", "w4"])
+def test_unpacking_moves_whole_vectors(weights: str, gpu: str) -> None:
+    problem = GemmProblem(8192, 8, 28672, 4096, "bf16", "cuda", weights, "swiglu", True, 128, 128)
+    found = build_widen(problem, lookup(gpu))
+    assert not spills(found.sass.splitlines())
+    assert "LDG.E.128" in found.sass and "STG.E.128" in found.sass
 
 
 @pytest.mark.parametrize("weights", ["fp8", "int8"])

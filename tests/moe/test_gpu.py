@@ -3,12 +3,15 @@ cannot show."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import flashkernels as fk
-from flashkernels.moe.problem import ACTIVATIONS, FORMATS, GATED
+from flashkernels.moe.problem import ACTIVATIONS, FORMATS, GATED, PHASES, GemmProblem
+from flashkernels.moe.triton import tiles
 
 from . import oracle
 from .test_gemm import expected
@@ -190,9 +193,44 @@ def test_format(format: str, block: int, kind: str, depth: int) -> None:
         each = scale[:, None] if scale.dim() == 1 else scale.repeat_interleave(128, 1)[:, :depth]
         wide = rounded.double() * each
     w = fk.moe.dequantise(small).double()
+    if format in PHASES and block >= 64:  # scaled in the type of x
+        w = w.bfloat16().double()
     want = fk.moe.grouped_gemm(wide, w, plan, activation=kind, impl="torch")
     plain = fk.moe.grouped_gemm(wide.float(), w.float(), plan, impl="torch").bfloat16()
     oracle.assert_close(found, oracle.activate(plain, kind), want, torch.bfloat16)
+
+
+@pytest.mark.parametrize("format", ["w8", "w4"])
+@pytest.mark.parametrize("depth", [512, 528])
+@pytest.mark.parametrize("kind", ["none", "swiglu"])
+def test_many_rows_unpack_the_weights_first(kind: str, depth: int, format: str) -> None:
+    plan = fk.moe.route(torch.randn(800, 2, device="cuda"), 2).plan
+    assert plan is not None
+    small = fk.moe.quantise(torch.randn(2, 320, depth, device="cuda") / depth**0.5, format)
+    x = torch.randn(800, depth, device="cuda").bfloat16()
+    assert tiles.widens(GemmProblem(1600, 2, 320, depth, "bf16", "cuda", format, group=128))
+    found = fk.moe.grouped_gemm(x, small, plan, activation=kind, impl="triton")
+    w = fk.moe.dequantise(small).bfloat16()
+    want = fk.moe.grouped_gemm(x.double(), w.double(), plan, activation=kind, impl="torch")
+    plain = fk.moe.grouped_gemm(x.float(), w.float(), plan, impl="torch").bfloat16()
+    oracle.assert_close(found, oracle.activate(plain, kind), want, torch.bfloat16)
+
+
+@pytest.mark.parametrize("format", ["", "w4", "int8"])
+def test_a_prepared_layer_is_captured(format: str) -> None:
+    """The third call is a graph's, with other numbers."""
+    x, router = torch.randn(40, 256, device="cuda").bfloat16(), torch.randn(8, 256, device="cuda").bfloat16()
+    weights = [torch.randn(*s, device="cuda").bfloat16() / 16 for s in ((8, 512, 256), (8, 256, 256))]
+    stored: Any = [fk.moe.quantise(w, format) if format else w for w in weights]
+    with torch.no_grad():
+        first, second = (fk.moe.layer(x, router, *stored, k=2) for _ in range(2))
+        assert torch.equal(first, second)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = fk.moe.layer(x, router, *stored, k=2)
+        x.normal_()
+        graph.replay()
+        assert torch.equal(out, fk.moe.layer(x, router, *stored, k=2))
 
 
 def test_more_elements_than_32_bits_count() -> None:

@@ -303,6 +303,22 @@ print(tuple(moe.w_down.grad.shape))
     assert done.stdout.strip() == "(4, 16, 8)", done.stderr
 
 
+@each_impl
+def test_a_prepared_layer_is_the_same_layer(impl: str) -> None:
+    """The second call of a kind runs what the first one found: other numbers, the same sizes."""
+    w_gate_up, w_down = weights_of(5, 48, 24, torch.float16)
+    router = torch.randn(5, 48).half()
+    for _ in range(3):
+        x = torch.randn(2, 4, 48).half()
+        with torch.no_grad():
+            found = fk.moe.layer(x, router, w_gate_up, w_down, k=2, return_routing=True, impl=impl)
+            assert isinstance(found, fk.moe.Layered)
+            want = fk.moe.layer(x, None, w_gate_up, w_down, routing=found.routing, impl=impl)
+        assert found.out.shape == x.shape and torch.equal(found.out, want)
+    with pytest.raises(ValueError, match=r"k=2\.0"), torch.no_grad():
+        fk.moe.layer(x, router, w_gate_up, w_down, k=2.0, impl=impl)  # type: ignore[arg-type]
+
+
 def test_a_layer_needs_a_router_or_a_routing() -> None:
     w_gate_up, w_down = weights_of(3, 16, 8, torch.float32)
     with pytest.raises(ValueError, match="either router_weight or routing"):
@@ -319,4 +335,3 @@ def test_bytes_count_the_experts_that_are_used() -> None:
     assert one.bytes() == pytest.approx(2 * 3 * 4096 * 14336 * 2, rel=1e-3)
     many = LayerProblem(1000, 4096, 14336, 8, 2, "bf16", "cuda")
     assert many.bytes() == pytest.approx(8 * 3 * 4096 * 14336 * 2 + 2 * 1000 * 4096 * 2, rel=1e-3)
-

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashkernels as fk
-from flashkernels.moe.problem import FORMATS
+from flashkernels.moe.problem import FORMATS, PHASES
 from flashkernels.moe.weights import MOST, ROUNDED, pack, unpack
 
 from .test_route import INTERPRETED, each_impl
@@ -19,7 +19,8 @@ def test_weights_are_off_by_half_a_step(format: str, n: int, k: int) -> None:
     small = fk.moe.quantise(w, format, group=64, scale_dtype=torch.float32)
     wide = fk.moe.dequantise(small)
     assert small.shape == wide.shape == w.shape
-    ones = small._replace(data=pack(torch.ones(w.shape)) if format == "w4" else torch.ones_like(w).to(small.data.dtype))
+    words = format in PHASES
+    ones = small._replace(data=pack(torch.ones(w.shape), format) if words else torch.ones_like(w).to(small.data.dtype))
     scale = fk.moe.dequantise(ones)  # of every weight
     steps = (w / scale).abs()
     half = torch.full_like(w, 0.5) if not format.startswith("fp8") else (steps / 16).clamp(min=2.0**-10)
@@ -27,11 +28,15 @@ def test_weights_are_off_by_half_a_step(format: str, n: int, k: int) -> None:
     assert (wide / scale).abs().max() <= MOST[format] * (1 + 1e-6)
 
 
-def test_four_bits_pack_and_unpack() -> None:
-    small = torch.randint(-8, 8, (3, 5, 300)).float()
-    data = pack(small)
-    assert data.shape == (3, 5, 192) and data.dtype == torch.uint8
-    assert torch.equal(unpack(data, 300), small)
+@pytest.mark.parametrize(("format", "words"), [("w8", 192), ("w4", 128)])
+def test_words_pack_and_unpack(format: str, words: int) -> None:
+    most = 2 ** (FORMATS[format] - 1)
+    small = torch.randint(-most, most, (3, 5, 300)).float()
+    data = pack(small, format)
+    assert data.shape == (3, 5, words) and data.dtype == torch.int16
+    assert torch.equal(unpack(data, 300, format), small)
+    lowest = small[0, 0, 7].int() + (8 if format == "w4" else 0)
+    assert data[0, 0, 7] & 2 * most - 1 == lowest % (2 * most)
 
 
 def test_zeros_and_scales() -> None:

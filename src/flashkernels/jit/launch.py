@@ -148,8 +148,8 @@ class Direct:
 
 def _hooked() -> bool:
     """Whether a profiler listens to launches: a hook is None, or a chain of the calls it makes."""
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def _validated(x: Any) -> Any:

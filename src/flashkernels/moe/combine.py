@@ -63,7 +63,7 @@ def combined(y: Tensor, weights: Tensor | None, shared: Tensor | None, plan: Pla
     """As `combine`; y may be (parts, R, H), which are added up, too."""
     tensors = (y, weights, shared, plan.permutation, plan.inverse)
     if unwatched(tensors):
-        return _forward(tensors, call)
+        return forward(tensors, call)
     _check(*tensors)  # the same errors as eager
     return combine_op(*tensors, *call)
 
@@ -98,7 +98,7 @@ def _plan_backward(tensors: tuple[Any, ...], call: Any) -> Run:
     return select(IMPLS, problem, gpu, call.impl).load().backward_plan(problem, gpu, tensors, call)
 
 
-_forward, _backward = Plans(_plan), Plans(_plan_backward)
+forward, _backward = Plans(_plan), Plans(_plan_backward)
 
 
 # --- the `torch` implementation
@@ -138,7 +138,7 @@ def backward_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...]
 def combine_op(
     y: Tensor, weights: Tensor | None, shared: Tensor | None, permutation: Tensor, inverse: Tensor, out: str, impl: str
 ) -> Tensor:
-    return _forward((y, weights, shared, permutation, inverse), Combine(out, impl))
+    return forward((y, weights, shared, permutation, inverse), Combine(out, impl))
 
 
 @combine_op.register_fake

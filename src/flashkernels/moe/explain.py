@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashkernels import hardware
 from flashkernels.dispatch import Verdict, select, verdicts
@@ -94,7 +94,10 @@ def explain(
             tokens * k, experts, n, depth, multiplied, device, weights, kind, gathers, block, group
         )  # fmt: skip
         impl = select(gemm.IMPLS, one, chip).name
-        tile = tiles.choose(one, chip, True, not gathers) if chip and impl == "triton" else None
-        parts.append(Part(name, one, impl, tile, tiles.reason(one, tile) if tile else ""))
+        first = tiles.widens(one)
+        product = replace(one, weights="", group=0) if first else one
+        tile = tiles.choose(product, chip, True, not gathers) if chip and impl == "triton" else None
+        reason = tiles.reason(product, tile) + (", weights are unpacked first" if first else "") if tile else ""
+        parts.append(Part(name, one, impl, tile, reason))
     answers = verdicts(route.IMPLS, RouteProblem(tokens, experts, k, dtype, device), chip)
     return Explanation(problem, chip, answers, 1 if tokens * k <= 1024 else 2, (parts[0], parts[1]))

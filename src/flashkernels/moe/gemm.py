@@ -125,7 +125,7 @@ def product(
     data, scale = (w.data, w.scale) if isinstance(w, Quantised) else (w, None)
     tensors = (x, data, bias, row_weights, x_scale, scale, *plan[:6])
     if unwatched(tensors[:6]):  # nothing follows a plan's integers alone
-        return _forward(tensors, call._replace(tile=forced_tile()))
+        return forward(tensors, call._replace(tile=forced_tile()))
     _check(tensors, call)  # the same errors as eager
     return gemm_op(*tensors, *call._replace(splittable=False)[:-1])
 
@@ -206,6 +206,10 @@ class Prepared:
         self.known: dict[Any, Run] = {}
 
     def __call__(self, tensors: tuple[Any, ...], call: Gemm) -> Tensor:
+        found: Tensor = self.find(tensors, call)(*tensors)
+        return found
+
+    def find(self, tensors: tuple[Any, ...], call: Gemm) -> Run:
         places = 0
         for x in tensors[6:]:
             places |= x.data_ptr()
@@ -218,10 +222,10 @@ class Prepared:
             if len(self.known) >= MOST_PLANS:
                 self.known.clear()
             run = self.known[key] = _plan(tensors, call)
-        return run(*tensors)
+        return run
 
 
-_forward, _backward = Prepared(), Plans(_plan_backward)
+forward, _backward = Prepared(), Plans(_plan_backward)
 
 
 # --- the `torch` implementation
@@ -274,7 +278,7 @@ def gemm_op(
         gather, activation, interleaved, alpha, limit, weights, group, depth, block, out, splittable, impl,
         forced_tile(),
     )  # fmt: skip
-    return _forward(tensors, call)
+    return forward(tensors, call)
 
 
 @gemm_op.register_fake

@@ -11,9 +11,11 @@ from torch.nn.functional import linear
 from flashkernels.fused import activation as fused
 from flashkernels.fused.linear import lowered
 from flashkernels.fused.rows import DTYPES, check_choice
+from flashkernels.jit.eager import unwatched
 from flashkernels.moe import reference
 from flashkernels.moe.combine import Combine, combined
-from flashkernels.moe.gemm import ALPHA, LIMIT, Gemm, product
+from flashkernels.moe.gemm import ALPHA, LIMIT, product
+from flashkernels.moe.inference import Settings, Tensors, gemm_calls, infer, router_logits
 from flashkernels.moe.plan import Plan
 from flashkernels.moe.problem import ACTIVATIONS, GATED, Epilogue
 from flashkernels.moe.route import Routing, route
@@ -73,11 +75,30 @@ def layer(
     if not isinstance(x, Tensor) or x.dtype not in DTYPES:
         got = getattr(x, "dtype", type(x).__name__)
         raise TypeError(f"x must be a tensor of {', '.join(map(str, DTYPES))}, got {got}")
-    x, w_gate_up, w_down = lowered(x), lowered(w_gate_up), lowered(w_down)
+    lowers = torch.is_autocast_enabled(x.device.type)
+    if lowers:
+        x, w_gate_up, w_down = lowered(x), lowered(w_gate_up), lowered(w_down)
     if (routing is None) == (router_weight is None):
         raise ValueError("a layer takes either router_weight or routing")
-    tokens = x.reshape(-1, x.shape[-1])
-    logits = None
+    tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    epilogue = Epilogue(activation, interleaved, alpha, limit)
+    everyone = None
+    if shared is not None and (span is None or span[0] == 0):
+        everyone = _shared(tokens, *shared, shared_gate, epilogue)
+    (up, up_scale, up_format), (down, down_scale, down_format) = _stored(w_gate_up), _stored(w_down)
+    choices = (k, score, renormalise, groups, top_groups, group_score, scale, None if span is None else tuple(span))
+    if routing is not None and routing.plan is None:
+        raise ValueError("routing has no plan: make it with plan=True")
+    tensors = Tensors(
+        tokens, router_weight, router_bias, choice_bias, used, up, up_scale, bias_gate_up, down, down_scale, bias_down,
+        everyone,
+    )  # fmt: skip
+    logits: Tensor | None = None
+    if not lowers and unwatched(tensors) and (routing is None or unwatched((routing.weights,))):
+        settings = Settings(choices, epilogue, up_format, down_format, impl, forced_tile())
+        out, logits, routing = infer(tensors, settings, routing)
+        out = out if x.dim() == 2 else out.view(x.shape)
+        return Layered(out, logits, routing) if return_routing else out
     if routing is None:
         assert router_weight is not None
         logits = router_logits(tokens, router_weight, router_bias)
@@ -87,45 +108,34 @@ def layer(
             group_score=group_score, scale=scale, used=used, span=span,
             block=tile.block_m if tile else None, impl=impl,
         )  # fmt: skip
-    plan = routing.plan
-    if plan is None:
-        raise ValueError("routing has no plan: make it with plan=True")
-    epilogue = Epilogue(activation, interleaved, alpha, limit)
-    y = _experts(tokens, w_gate_up, w_down, bias_gate_up, bias_down, plan, epilogue, impl)
-    everyone = None
-    if shared is not None and (span is None or span[0] == 0):
-        everyone = _shared(tokens, *shared, shared_gate, epilogue)
-    out = combined(y, routing.weights, everyone, plan, Combine(DTYPES[x.dtype], impl)).view(x.shape)
+    assert routing.plan is not None
+    settings = Settings(choices, epilogue, up_format, down_format, impl, None)
+    y = _experts(tokens, w_gate_up, w_down, bias_gate_up, bias_down, routing.plan, settings)
+    out = combined(y, routing.weights, everyone, routing.plan, Combine(DTYPES[x.dtype], impl)).view(x.shape)
     return Layered(out, logits, routing) if return_routing else out
 
 
-def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """(T, E), in the wider dtype of x and weight."""
-    if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
-        raise ValueError(f"router_weight has shape {tuple(weight.shape)}; expected (experts, {x.shape[1]})")
-    dtype = torch.promote_types(x.dtype, weight.dtype)
-    return linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+def _stored(w: Tensor | Quantised) -> tuple[Tensor, Tensor | None, tuple[str, int, int]]:
+    """Weights, their scales, and format, group and depth."""
+    if isinstance(w, Quantised):
+        return w.data, w.scale, (w.format, w.group, w.shape[2])
+    return w, None, ("", 0, w.shape[-1])
 
 
 def _experts(
     x: Tensor, w_gate_up: Tensor | Quantised, w_down: Tensor | Quantised, bias_gate_up: Tensor | None,
-    bias_down: Tensor | None, plan: Plan, epilogue: Epilogue, impl: str,
+    bias_down: Tensor | None, plan: Plan, settings: Settings,
 ) -> Tensor:  # fmt: skip
     """The two products, by place; without gradients the activation is in the first, and the second may be in parts."""
-    depths = [w.shape[2] for w in (w_gate_up, w_down)]
-    formats = [(w.format, w.group) if isinstance(w, Quantised) else ("", 0) for w in (w_gate_up, w_down)]
-    out = DTYPES[x.dtype]
     learns = torch.is_grad_enabled() and any(
         isinstance(y, Tensor) and y.requires_grad for y in (x, w_gate_up, w_down, bias_gate_up, bias_down)
     )
     plain = not learns or isinstance(w_gate_up, Quantised)
-    first = epilogue if plain else epilogue._replace(activation="none")
-    call = Gemm(True, *first, *formats[0], depths[0], plan.block, out, False, impl)
-    h = product(x, w_gate_up, plan, bias_gate_up, None, None, call)
+    first, second = gemm_calls(settings, plan.block, DTYPES[x.dtype])
+    h = product(x, w_gate_up, plan, bias_gate_up, None, None, first if plain else first._replace(activation="none"))
     if not plain:
-        h = activate(h, epilogue)
-    call = Gemm(False, "none", False, ALPHA, LIMIT, *formats[1], depths[1], plan.block, out, True, impl)
-    return product(h, w_down, plan, bias_down, None, None, call)
+        h = activate(h, settings.epilogue)
+    return product(h, w_down, plan, bias_down, None, None, second)
 
 
 def activate(y: Tensor, call: Epilogue) -> Tensor:

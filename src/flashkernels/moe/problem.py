@@ -10,6 +10,7 @@ ACTIVATIONS = ("none", "relu2", *GATED)
 BYTES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int8": 1}
 # bits of a weight in each format, "" being that of x itself
 FORMATS = {"fp8": 8, "fp8_block": 8, "int8": 8, "w8": 8, "w4": 4}
+PHASES = {"w8": 2, "w4": 4}  # weights in a word of 16 bits
 
 
 class Choice(NamedTuple):

@@ -107,6 +107,22 @@ def route(
     >>> ids.tolist(), plan.counts.tolist(), plan.permutation.tolist()
     ([[1, 2], [2, 0]], [1, 1, 2], [3, 0, 1, 2])
     """
+    call = call_of(logits, k, score, renormalise, groups, top_groups, group_score, scale, span, plan, block, impl)
+    tensors = (logits, bias, used)
+    if unwatched(tensors):
+        found = forward(tensors, call)
+    else:
+        _check(logits, bias, used, call)  # the same errors as eager
+        found = route_op(*tensors, *call[:-1])
+    weights, ids, *parts = found
+    return Routing(weights, ids, plan_of(parts, call.block) if plan else None)
+
+
+def call_of(
+    logits: Tensor, k: int, score: str, renormalise: bool, groups: int, top_groups: int, group_score: str, scale: float,
+    span: tuple[int, ...] | None, plan: bool, block: int | None, impl: str,
+) -> Call:  # fmt: skip
+    """What `route` asks for."""
     check_choice("score", score, SCORES)
     check_choice("group_score", group_score, GROUP_SCORES)
     _check_logits(logits)
@@ -115,17 +131,9 @@ def route(
     if rows not in BLOCKS:
         check_choice("block", block, (None, *BLOCKS))
     top2 = group_score == "top2"
-    call = Call(
+    return Call(
         k, score == "sigmoid", renormalise, groups, top_groups, top2, scale, first, last, rows if plan else 0, impl
     )
-    tensors = (logits, bias, used)
-    if unwatched(tensors):
-        found = _forward(tensors, call)
-    else:
-        _check(logits, bias, used, call)  # the same errors as eager
-        found = route_op(*tensors, *call[:-1])
-    weights, ids, *parts = found
-    return Routing(weights, ids, plan_of(parts, call.block) if plan else None)
 
 
 def regroup(
@@ -201,7 +209,7 @@ def _check_logits(logits: Tensor) -> None:
         raise ValueError(f"logits has {logits.shape[1]} experts; allowed are 1 to {MOST_EXPERTS}")
 
 
-def _checked_span(span: tuple[int, int] | None, experts: int) -> tuple[int, int]:
+def _checked_span(span: tuple[int, ...] | None, experts: int) -> tuple[int, int]:
     if span is None:
         return 0, experts
     if len(span) != 2 or not 0 <= span[0] < span[1] <= experts:
@@ -272,7 +280,7 @@ def _plan_regroup(tensors: tuple[Any, ...], call: Any) -> Run:
     return select(IMPLS, problem, gpu, call.impl).load().regroup_plan(problem, gpu, tensors, call)
 
 
-_forward, _regrouped = Plans(_plan), Plans(_plan_regroup)
+forward, _regrouped = Plans(_plan), Plans(_plan_regroup)
 
 
 # --- the `torch` implementation
@@ -306,7 +314,7 @@ def route_op(
 ) -> list[Tensor]:  # fmt: skip
     """weights, ids and, where block > 0, the six tensors of the plan."""
     call = Call(k, sigmoid, renormalise, groups, top_groups, top2, scale, first, last, block, impl, True)
-    return [*_forward((logits, bias, used), call)]
+    return [*forward((logits, bias, used), call)]
 
 
 @route_op.register_fake

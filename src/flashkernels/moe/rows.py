@@ -38,7 +38,7 @@ def round_rows(x: Tensor, format: str, *, impl: str = "auto") -> tuple[Tensor, T
     """
     check_choice("format", format, ROUNDED)
     if unwatched((x,)):
-        return _forward((x,), Rounding(format, impl))
+        return forward((x,), Rounding(format, impl))
     check_rows("x", x)
     return rounding_op(x, format, impl)
 
@@ -52,7 +52,7 @@ def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
     return select(IMPLS, problem, gpu, call.impl).load().rounding_plan(problem, gpu, tensors, call)
 
 
-_forward = Plans(_plan)
+forward = Plans(_plan)
 
 
 def rounding_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Rounding) -> Run:
@@ -61,7 +61,7 @@ def rounding_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...]
 
 @torch.library.custom_op("flashkernels::moe_rounding", mutates_args=())
 def rounding_op(x: Tensor, format: str, impl: str) -> tuple[Tensor, Tensor]:
-    return _forward((x,), Rounding(format, impl))
+    return forward((x,), Rounding(format, impl))
 
 
 @rounding_op.register_fake

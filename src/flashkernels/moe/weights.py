@@ -5,11 +5,12 @@
 | fp8 | e4m3 (E, N, K) | one a row (E, N) | rounded too, one scale a row |
 | fp8_block | e4m3 (E, N, K) | one for 128 x 128 (E, ⌈N/128⌉, ⌈K/128⌉) | rounded too, one scale for 128 of a row |
 | int8 | int8 (E, N, K) | one a row (E, N) | rounded too, one scale a row |
-| w8 | int8 (E, N, K) | one for `group` weights of a row (E, N, ⌈K/group⌉) | 16 bits |
-| w4 | 4 bits, (E, N, ⌈K/128⌉ * 64) uint8 | as w8 | 16 bits |
+| w8 | words of two, (E, N, ⌈K/128⌉ * 64) int16 | one for `group` weights of a row (E, N, ⌈K/group⌉) | 16 bits |
+| w4 | words of four, (E, N, ⌈K/256⌉ * 64) int16 | as w8 | 16 bits |
 
-A byte i of the 64 that hold 128 weights of a row has weight i in its low and weight 64 + i in its high half, each
-plus 8: a kernel splits a block of bytes into two blocks of neighbouring weights without moving one.
+Weights of w8 and w4 are packed by words of 16 bits, 64 of them together: from the low bits up, word i of 64 has weights
+i and 64 + i (w8, two's complement), or i, 64 + i, 128 + i and 192 + i (w4, each plus 8). A kernel splits a block of
+words into blocks of 64 neighbouring weights without moving one.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ import torch
 from torch import Tensor
 
 from flashkernels.fused.rows import check_choice
-from flashkernels.moe.problem import FORMATS
+from flashkernels.moe.problem import FORMATS, PHASES
 
 BLOCK = 128  # weights along each side of a block of fp8_block, and activations along a row
-PACK = 128  # weights of a row that are packed together
+WORDS = 64  # of a row that are packed together
 GROUPS = (64, 128, 256, 512)
 MOST = {"fp8": 448.0, "fp8_block": 448.0, "int8": 127.0, "w8": 127.0, "w4": 7.0}
-DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_block": torch.float8_e4m3fn, "int8": torch.int8, "w8": torch.int8}
+DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_block": torch.float8_e4m3fn, "int8": torch.int8}
 ROUNDED = ("fp8", "fp8_block", "int8")  # formats in which the activations are rounded too
 
 
@@ -48,7 +49,7 @@ def quantise(w: Tensor, format: str, *, group: int = 128, scale_dtype: torch.dty
     >>> import torch, flashkernels as fk
     >>> small = fk.moe.quantise(torch.randn(2, 8, 256), "w4")
     >>> small.data.shape, small.scale.shape, fk.moe.dequantise(small).shape
-    (torch.Size([2, 8, 128]), torch.Size([2, 8, 2]), torch.Size([2, 8, 256]))
+    (torch.Size([2, 8, 64]), torch.Size([2, 8, 2]), torch.Size([2, 8, 256]))
     """
     check_choice("format", format, tuple(FORMATS))
     if w.dim() != 3:
@@ -59,8 +60,7 @@ def quantise(w: Tensor, format: str, *, group: int = 128, scale_dtype: torch.dty
         parts = _padded(w.float(), group, 1).unflatten(-1, (-1, group))
         scale = _scale(parts.abs().amax(-1), MOST[format]).to(scale_dtype)
         small = (parts / scale.float()[..., None]).round().clamp(-MOST[format], MOST[format]).flatten(-2)[..., :k]
-        data = pack(small) if format == "w4" else small.to(torch.int8)
-        return Quantised(data, scale, format, (experts, n, k), group)
+        return Quantised(pack(small, format), scale, format, (experts, n, k), group)
     if format == "fp8_block":
         blocks = _padded(w.float(), BLOCK, BLOCK).unflatten(-1, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
         scale = _scale(blocks.abs().amax((2, 4)), MOST[format])
@@ -77,24 +77,30 @@ def dequantise(w: Quantised) -> Tensor:
     _, n, k = w.shape
     scale = w.scale.float()
     if w.format in ("w8", "w4"):
-        wide = unpack(w.data, k) if w.format == "w4" else w.data.float()
-        return wide * scale.repeat_interleave(w.group, -1)[..., :k]
+        return unpack(w.data, k, w.format) * scale.repeat_interleave(w.group, -1)[..., :k]
     if w.format == "fp8_block":
         scale = scale.repeat_interleave(BLOCK, 1)[:, :n].repeat_interleave(BLOCK, 2)[..., :k]
         return w.data.float() * scale
     return w.data.float() * scale[..., None]
 
 
-def pack(small: Tensor) -> Tensor:
-    """Whole numbers from -8 to 7 (..., K) as 4 bits each (..., ⌈K/128⌉ * 64)."""
-    low, high = (_padded(small, PACK, 1) + 8).to(torch.uint8).unflatten(-1, (-1, 2, PACK // 2)).unbind(-2)
-    return (low | (high << 4)).flatten(-2).contiguous()
+def pack(small: Tensor, format: str) -> Tensor:
+    """Whole numbers (..., K) of 8 bits in "w8", of 4 in "w4", as words (..., ⌈K/128⌉ * 64) or (..., ⌈K/256⌉ * 64)."""
+    count, bits = PHASES[format], FORMATS[format]
+    parts = _padded(small, count * WORDS, 1).to(torch.int32).unflatten(-1, (-1, count, WORDS))
+    parts = (parts + (8 if format == "w4" else 0)) & (1 << bits) - 1
+    shifts = torch.arange(count, dtype=torch.int32, device=small.device) * bits
+    words = (parts << shifts[:, None]).sum(-2, dtype=torch.int32)
+    return ((words + 0x8000 & 0xFFFF) - 0x8000).to(torch.int16).flatten(-2)
 
 
-def unpack(data: Tensor, k: int) -> Tensor:
+def unpack(data: Tensor, k: int, format: str) -> Tensor:
     """What `pack` was given, fp32."""
-    parts = data.unflatten(-1, (-1, PACK // 2))
-    return (torch.stack((parts & 15, parts >> 4), -2).flatten(-3)[..., :k].float()) - 8
+    count, bits = PHASES[format], FORMATS[format]
+    shifts = torch.arange(count, dtype=torch.int32, device=data.device) * bits
+    parts = data.to(torch.int32).unflatten(-1, (-1, 1, WORDS)) >> shifts[:, None] & (1 << bits) - 1
+    small = parts - 8 if format == "w4" else (parts ^ 128) - 128
+    return small.flatten(-3)[..., :k].float()
 
 
 def rounded_rows(x: Tensor, format: str) -> tuple[Tensor, Tensor]:

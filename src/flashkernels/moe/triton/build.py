@@ -10,14 +10,14 @@ from flashkernels.hardware import Gpu
 from flashkernels.jit.launch import compile_options
 from flashkernels.jit.offline import Resources, compile_for
 from flashkernels.moe.gemm import Gemm
-from flashkernels.moe.problem import GemmProblem, RouteProblem
+from flashkernels.moe.problem import PHASES, GemmProblem, RouteProblem
 from flashkernels.moe.route import Call
-from flashkernels.moe.triton import gemm, route
+from flashkernels.moe.triton import gemm, route, widen
 from flashkernels.moe.triton.early import starts_early
 from flashkernels.moe.triton.tiles import GemmTile
 
 NAMES = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "fp8": "fp8e4nv", "int8": "i8"}
-WEIGHTS = {"fp8": "fp8e4nv", "fp8_block": "fp8e4nv", "int8": "i8", "w8": "i8", "w4": "u8"}
+WEIGHTS = {"fp8": "fp8e4nv", "fp8_block": "fp8e4nv", "int8": "i8", "w8": "i16", "w4": "i16"}
 INTEGERS = ("permutation_ptr", "offsets_ptr", "tiles_ptr", "tile_offsets_ptr")
 
 
@@ -26,12 +26,13 @@ def build_gemm(problem: GemmProblem, tile: GemmTile, gpu: Gpu, interleaved: bool
     call = Gemm(problem.gather, problem.activation, interleaved, 1.0, 1.0, problem.weights, group, problem.depth,
                 problem.block, "bf16", tile.split > 1, "triton")  # fmt: skip
     x, w = NAMES[problem.dtype], WEIGHTS.get(problem.weights, NAMES[problem.dtype])
-    by_tma = tile.tma and (tile.copied or not problem.gather)
-    depth = tile.block_k // 2 if problem.weights == "w4" else tile.block_k
+    by_tma = tile.tma and gemm.rows_by_tma(problem, tile)
+    depth = tile.block_k // PHASES.get(problem.weights, 1)
+    scaled = problem.weights in PHASES and tile.swap and tile.block_m >= 64
     box = gemm.weight_box(problem, tile, call, problem.depth)[2]
     types: dict[str, str] = {"x_ptr": f"*{x}", "w_ptr": f"*{w}", "out_ptr": "*fp32" if tile.split > 1 else "*bf16"}
     types |= dict.fromkeys(INTEGERS, "*i32")
-    fixed: dict[str, Any] = gemm.constants(problem, tile, call, starts_early(gpu))
+    fixed: dict[str, Any] = gemm.constants(problem, tile, call, starts_early(gpu), scaled)
     if by_tma:
         types["x_desc"] = f"tensordesc<{x}[{tile.block_m},{depth}]>"
     if tile.tma:
@@ -47,8 +48,19 @@ def build_gemm(problem: GemmProblem, tile: GemmTile, gpu: Gpu, interleaved: bool
         else:
             types[name] = "fp32" if name in ("alpha", "limit") else "i64" if name in WIDE else "i32"
     aligned = {name for name in types if name.endswith("_ptr") or name in ALIGNED}
-    options = compile_options(tile.warps, tile.stages, 0)
+    options = compile_options(tile.warps, tile.stages, tile.registers)
     return compile_for(gemm.gemm_kernel, types, fixed, aligned, gpu.cc, options)
+
+
+def build_widen(problem: GemmProblem, gpu: Gpu) -> Resources:
+    """The kernel that unpacks words of a problem first."""
+    x = NAMES[problem.dtype]
+    types = {"w_ptr": "*i16", "scale_ptr": f"*{x}", "out_ptr": f"*{x}", "depth": "i32", "packs": "i32", "groups": "i32",
+             "rows": "i64"}  # fmt: skip
+    fixed = {"ROWS": widen.ROWS, "FORMAT": problem.weights, "GROUP": problem.group, "EARLY": starts_early(gpu),
+             "NATIVE": True}  # fmt: skip
+    aligned = {"w_ptr", "scale_ptr", "out_ptr", "depth", "packs", "groups", "rows"}
+    return compile_for(widen.widen_kernel, types, fixed, aligned, gpu.cc, compile_options(widen.WARPS, 3, 0))
 
 
 WIDE = ("stride_x", "stride_we", "stride_wn", "stride_se")

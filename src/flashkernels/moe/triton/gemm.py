@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,15 +16,20 @@ from flashkernels.fused.triton.activation import activated
 from flashkernels.fused.triton.blocks import Launch
 from flashkernels.hardware import GPUS, Gpu
 from flashkernels.jit.launch import Descriptor, Launcher, compile_options
+from flashkernels.jit.mode import interpreting
+from flashkernels.moe import weights
 from flashkernels.moe.gemm import Gemm
-from flashkernels.moe.plan import MOST_EXPERTS, Plan, most_tiles, plan_of
-from flashkernels.moe.problem import GemmProblem
+from flashkernels.moe.plan import MOST_EXPERTS, most_tiles
+from flashkernels.moe.problem import PHASES, GemmProblem
 from flashkernels.moe.triton import tiles
 from flashkernels.moe.triton.early import launched_early, starts_early
 from flashkernels.moe.triton.tiles import GemmTile
+from flashkernels.moe.triton.widen import Widen
+from flashkernels.moe.triton.words import phases
 
 TILE = tl.constexpr(MOST_EXPERTS)
 SCALES = tl.constexpr(128)  # weights that share a scale in fp8_block
+WORDS = tl.constexpr(weights.WORDS)  # of w8 and w4 that are packed together
 
 
 @triton.jit
@@ -59,11 +65,10 @@ def load_part(at, inside):
 @triton.jit
 def load_weights(
     w_ptr, w_desc, rows, expert, n0, half, k0, depth, stride_wn,
-    N: tl.constexpr, K: tl.constexpr, BOTH: tl.constexpr, INTERLEAVED: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr, K: tl.constexpr, INTERLEAVED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """[N or 2 N, K] of the weights; K counts elements of memory, which hold two weights in w4."""
+    """[WIDE, K] of the weights; K counts elements of memory: words in w8 and w4."""
     if w_desc is not None:
-        WIDE: tl.constexpr = 2 * N if BOTH else N
         w = w_desc.load([expert, n0, half, k0] if INTERLEAVED else [expert, half, n0, k0]).reshape(WIDE, K)
     else:
         offs_k = k0 + tl.arange(0, K)
@@ -88,7 +93,14 @@ def load_rows(x_ptr, x_desc, x_rows, start, k0, depth, K: tl.constexpr, EVEN: tl
 
 @triton.jit
 def add_product(acc, x, w, SWAP: tl.constexpr):
-    if SWAP:
+    if x.dtype == tl.float32:
+        # The sum of a block, then added: one chain over the depth rounds worse than torch does. Triton would fold a
+        # plain addition back into the chain; it leaves a multiplication by 1 with addition alone.
+        if SWAP:
+            acc = tl.fma(tl.dot(w, x.T, input_precision="ieee"), 1.0, acc)
+        else:
+            acc = tl.fma(tl.dot(x, w.T, input_precision="ieee"), 1.0, acc)
+    elif SWAP:
         acc = tl.dot(w, x.T, acc, input_precision="ieee", out_dtype=acc.dtype)
     else:
         acc = tl.dot(x, w.T, acc, input_precision="ieee", out_dtype=acc.dtype)
@@ -104,50 +116,39 @@ def across(row_values, column_values, SWAP: tl.constexpr):
 
 
 @triton.jit
-def nibbles(packed, dtype: tl.constexpr):
-    """The low and the high halves of bytes, less 8: set into the fraction of a number whose exponent is known."""
-    low = packed & 15
-    high = packed >> 4
-    if dtype == tl.float16:  # 1024 + n
-        low = (low.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
-        high = (high.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0
-    elif dtype == tl.bfloat16:  # 128 + n
-        low = (low.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0
-        high = (high.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0
-    else:
-        low = low.to(dtype) - 8.0
-        high = high.to(dtype) - 8.0
-    return low.to(dtype), high.to(dtype)
-
-
-@triton.jit
 def step(
-    acc, x, x2, w, rows, scale_ptr, x_scales, k0, stride_sn,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, SWAP: tl.constexpr,
+    acc, xs, w, rows, scale_ptr, x_scales, k0, depth, stride_sn,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr, SCALED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One block of the depth: acc + x · wᵀ. Scales that change along the depth are applied to the block's sum."""
+    """One block of the depth: acc + x · wᵀ, x in as many parts as a word of w holds weights. Scales that change along
+    the depth are applied to the sum over what shares them; where SCALED, to the weights, which are rounded then."""
+    COUNT: tl.constexpr = 4 if FORMAT == "w4" else 2
     if FORMAT == "" or FORMAT == "fp8" or FORMAT == "int8":
-        acc = add_product(acc, x, w, SWAP)
+        acc = add_product(acc, xs[0], w, SWAP)
     elif FORMAT == "fp8_block":
-        part = add_product(tl.zeros_like(acc), x, w, SWAP)
+        part = add_product(tl.zeros_like(acc), xs[0], w, SWAP)
         scale = tl.load(scale_ptr + (rows // SCALES) * stride_sn + k0 // SCALES)
         down, right = across(x_scales, scale, SWAP)
         acc += part * down * right
+    elif SCALED:
+        scales = ()
+        for p in tl.static_range(COUNT):
+            group = tl.minimum(k0 + p * WORDS, depth - 1) // GROUP
+            scales = scales + (tl.load(scale_ptr + rows * stride_sn + group)[:, None],)
+        ws = phases(w, scales, FORMAT, xs[0].dtype, True, NATIVE)
+        for p in tl.static_range(COUNT):
+            acc = add_product(acc, xs[p], ws[p], SWAP)
     else:
-        if FORMAT == "w4":
-            low, high = nibbles(w, x.dtype)
-            part = add_product(tl.zeros_like(acc), x, low, SWAP)
-            if GROUP >= K:
-                part = add_product(part, x2, high, SWAP)
-        else:
-            part = add_product(tl.zeros_like(acc), x, w.to(x.dtype), SWAP)
-        scale = tl.load(scale_ptr + rows * stride_sn + k0 // GROUP).to(tl.float32)
-        _, right = across(scale, scale, SWAP)
-        acc += part * right
-        if FORMAT == "w4" and GROUP < K:
-            scale = tl.load(scale_ptr + rows * stride_sn + (k0 + K // 2) // GROUP).to(tl.float32)
+        ws = phases(w, (), FORMAT, xs[0].dtype, False, NATIVE)
+        SHARED: tl.constexpr = GROUP // WORDS if GROUP < COUNT * WORDS else COUNT  # phases of one scale
+        for first in tl.static_range(0, COUNT, SHARED):
+            part = tl.zeros_like(acc)
+            for p in tl.static_range(first, first + SHARED):
+                part = add_product(part, xs[p], ws[p], SWAP)
+            group = tl.minimum(k0 + first * WORDS, depth - 1) // GROUP  # words may go on where the depth ends
+            scale = tl.load(scale_ptr + rows * stride_sn + group).to(tl.float32)
             _, right = across(scale, scale, SWAP)
-            acc += add_product(tl.zeros_like(acc), x2, high, SWAP) * right
+            acc += part * right
     return acc
 
 
@@ -165,6 +166,20 @@ def dressed(
         _, right = across(bias, bias, SWAP)
         y += tl.where(with_bias, right, 0.0)
     return y
+
+
+@triton.jit
+def halves(y, M: tl.constexpr, N: tl.constexpr, SWAP: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Gate and up: registers of the same thread, or, of a swapped product, near ones."""
+    if SWAP and INTERLEAVED:
+        gate, up = tl.split(y.reshape(N, 2, M).permute(0, 2, 1))
+    elif SWAP:
+        gate, up = tl.split(y.reshape(2, N, M).permute(1, 2, 0))
+    elif INTERLEAVED:
+        gate, up = tl.split(y.reshape(M, N, 2))
+    else:
+        gate, up = tl.split(y.reshape(M, 2, N).permute(0, 2, 1))
+    return gate, up
 
 
 @triton.jit
@@ -193,13 +208,15 @@ def gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SWAP: tl.constexpr,
     GATHER: tl.constexpr, COPIED: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, FLATTEN: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, SCALED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    BOTH: tl.constexpr = GATED and not SWAP
-    TWO: tl.constexpr = GATED and SWAP  # accumulators: gate and up are rows of other threads
+    # Of a swapped product, gate and up are rows of different threads: two accumulators. But words are unpacked in
+    # registers, and there one long product waits less than two short ones.
+    TWO: tl.constexpr = GATED and SWAP and FORMAT != "w8" and FORMAT != "w4"
+    BOTH: tl.constexpr = GATED and not TWO
     WIDE: tl.constexpr = 2 * BLOCK_N if BOTH else BLOCK_N
-    HALVES: tl.constexpr = FORMAT == "w4"
-    X_K: tl.constexpr = BLOCK_K // 2 if HALVES else BLOCK_K
+    PHASES: tl.constexpr = 4 if FORMAT == "w4" else 2 if FORMAT == "w8" else 1
+    X_K: tl.constexpr = BLOCK_K // PHASES
     SUM: tl.constexpr = tl.int32 if FORMAT == "int8" else tl.float32
     inter: tl.constexpr = INTERLEAVED and GATED
 
@@ -233,7 +250,7 @@ def gemm_kernel(
         s_expert = scale_ptr
         if FORMAT != "":
             s_expert = scale_ptr + expert.to(tl.int64) * stride_se
-        gate_rows = weight_rows(n0, 0, width, GATED, BOTH, INTERLEAVED, BLOCK_N)
+        w_rows = weight_rows(n0, 0, width, GATED, BOTH, INTERLEAVED, BLOCK_N)
         up_rows = weight_rows(n0, 1, width, GATED, BOTH, INTERLEAVED, BLOCK_N)
         x_scales = tl.full((BLOCK_M,), 1.0, tl.float32)
         if FORMAT == "fp8" or FORMAT == "int8":
@@ -241,36 +258,37 @@ def gemm_kernel(
 
         acc = tl.zeros((WIDE, BLOCK_M) if SWAP else (BLOCK_M, WIDE), SUM)
         acc2 = acc
-        steps = tl.cdiv(depth, BLOCK_K)
+        steps = tl.cdiv(packed_depth, X_K)
         for i in tl.range(steps * part // SPLIT, steps * (part + 1) // SPLIT):
+            w0 = i * X_K
             k0 = i * BLOCK_K
-            w0 = k0 // 2 if HALVES else k0
-            x = load_rows(x_ptr, x_desc, x_rows, start, k0, depth, X_K, EVEN)
-            x2 = x
-            if HALVES:
-                x2 = load_rows(x_ptr, x_desc, x_rows, start, k0 + X_K, depth, X_K, EVEN)
+            if X_K < WORDS and PHASES > 1:  # a part of the words that are packed together
+                k0 = w0 // WORDS * (WORDS * PHASES) + w0 % WORDS
+            xs = (load_rows(x_ptr, x_desc, x_rows, start, k0, depth, X_K, EVEN),)
+            for p in tl.static_range(1, PHASES):
+                xs = xs + (load_rows(x_ptr, x_desc, x_rows, start, k0 + p * WORDS, depth, X_K, EVEN),)
             if FORMAT == "fp8_block":
                 x_scales = tl.load(x_scale_ptr + token * stride_xs + k0 // SCALES)
-            w = load_weights(w_expert, w_desc, gate_rows, expert, n0, 0, w0, packed_depth, stride_wn,
-                             BLOCK_N, X_K, BOTH, inter, EVEN)  # fmt: skip
-            acc = step(acc, x, x2, w, gate_rows, s_expert, x_scales, k0, stride_sn, FORMAT, GROUP, BLOCK_K, SWAP)
+            w = load_weights(w_expert, w_desc, w_rows, expert, n0, 0, w0, packed_depth, stride_wn, WIDE, X_K, inter,
+                             EVEN)  # fmt: skip
+            acc = step(acc, xs, w, w_rows, s_expert, x_scales, k0, depth, stride_sn, FORMAT, GROUP, SWAP, SCALED,
+                       NATIVE)  # fmt: skip
             if TWO:
-                w = load_weights(w_expert, w_desc, up_rows, expert, n0, 1, w0, packed_depth, stride_wn,
-                                 BLOCK_N, X_K, BOTH, inter, EVEN)  # fmt: skip
-                acc2 = step(acc2, x, x2, w, up_rows, s_expert, x_scales, k0, stride_sn, FORMAT, GROUP, BLOCK_K, SWAP)
+                w = load_weights(w_expert, w_desc, up_rows, expert, n0, 1, w0, packed_depth, stride_wn, WIDE, X_K,
+                                 inter, EVEN)  # fmt: skip
+                acc2 = step(acc2, xs, w, up_rows, s_expert, x_scales, k0, depth, stride_sn, FORMAT, GROUP, SWAP, SCALED,
+                            NATIVE)  # fmt: skip
 
         b_expert = bias_ptr
         if bias_ptr is not None:
             b_expert = bias_ptr + expert * (2 * width if GATED else width)
-        y = dressed(acc, gate_rows, x_scales, s_expert, b_expert, stride_sn, part == 0, FORMAT, SWAP)
-        if GATED:
-            if TWO:
-                up = dressed(acc2, up_rows, x_scales, s_expert, b_expert, stride_sn, part == 0, FORMAT, SWAP)
-            elif INTERLEAVED:
-                y, up = tl.split(y.reshape(BLOCK_M, BLOCK_N, 2))
-            else:
-                y, up = tl.split(y.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1))
+        y = dressed(acc, w_rows, x_scales, s_expert, b_expert, stride_sn, part == 0, FORMAT, SWAP)
+        if TWO:
+            up = dressed(acc2, up_rows, x_scales, s_expert, b_expert, stride_sn, part == 0, FORMAT, SWAP)
             y = gated(y, up, alpha, limit, KIND)
+        elif GATED:
+            gate, up = halves(y, BLOCK_M, BLOCK_N, SWAP, INTERLEAVED)
+            y = gated(gate, up, alpha, limit, KIND)
         elif KIND == "relu2":
             y = activated(y, "relu2")
         column = n0 + tl.arange(0, BLOCK_N)
@@ -308,37 +326,50 @@ class Gather:
 
     ROWS, BLOCK = 4, 1024
 
-    def __init__(self, x: Tensor, plan_rows: int, early: bool) -> None:
-        self.rows = plan_rows
+    def __init__(self, x: Tensor, rows: int, of_token: int, experts: int, early: bool) -> None:
+        self.shape = rows, x.shape[1]
+        self.numbers = (of_token, experts, x.shape[1], x.stride(0) if x.stride(1) == 1 else x.shape[1])
         self.launch = Launch(gather_kernel, {"ROWS": self.ROWS, "BLOCK": self.BLOCK, "EARLY": early}, 4, x.device)
         launched_early(self.launch.launcher, early)
 
-    def __call__(self, x: Tensor, plan: Plan) -> Tensor:
-        out = x.new_empty(self.rows, x.shape[1])
-        numbers = (plan.k, plan.experts, x.shape[1], x.stride(0))
-        self.launch(-(-self.rows // self.ROWS), (x, plan.permutation, plan.offsets, out), numbers)
+    def __call__(self, x: Tensor, permutation: Tensor, offsets: Tensor) -> Tensor:
+        out = x.new_empty(self.shape)
+        self.launch(-(-self.shape[0] // self.ROWS), (x, permutation, offsets, out), self.numbers)
         return out
 
 
-def constants(problem: GemmProblem, tile: GemmTile, call: Gemm, early: bool) -> dict[str, Any]:
+def constants(problem: GemmProblem, tile: GemmTile, call: Gemm, early: bool, scaled: bool) -> dict[str, Any]:
     """The compile-time values of `gemm_kernel`, in its order. Loads of the next tile begin before a tile ends only
     where all of them are TMA's: with gathered rows Triton would give up its pipeline."""
-    by_tma = tile.tma and (tile.copied or not problem.gather)
+    by_tma = tile.tma and rows_by_tma(problem, tile)
     return {
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP_M": tile.group,
         "SWAP": tile.swap, "GATHER": problem.gather, "COPIED": tile.copied, "KIND": call.activation,
         "GATED": problem.gated, "INTERLEAVED": call.interleaved, "FORMAT": problem.weights, "GROUP": call.group,
         "SPLIT": tile.split,
-        "EVEN": problem.depth % tile.block_k == 0, "FLATTEN": tile.persistent and by_tma, "EARLY": early,
+        "EVEN": problem.depth % max(tile.block_k, weights.WORDS * PHASES.get(problem.weights, 0)) == 0,
+        "FLATTEN": tile.persistent and by_tma, "EARLY": early,
+        "SCALED": scaled, "NATIVE": not interpreting(),
     }  # fmt: skip
+
+
+def scales_weights(tile: GemmTile, dtype: torch.dtype, scale: Tensor | None) -> bool:
+    """Whether scales of groups multiply the weights, as in a layer that was dequantised before. It spares a second
+    accumulator, which many rows have no room for, but takes scales in the type of x."""
+    return tile.swap and tile.block_m >= 64 and scale is not None and scale.dtype == dtype
+
+
+def rows_by_tma(problem: GemmProblem, tile: GemmTile) -> bool:
+    """Whether TMA may load the rows: it cannot gather, and the few rows that go with words come in too small pieces."""
+    return (tile.copied or not problem.gather) and (tile.block_m >= 128 or problem.weights not in PHASES)
 
 
 def weight_box(problem: GemmProblem, tile: GemmTile, call: Gemm, columns: int) -> tuple[Any, ...]:
     """Shape, strides and block of the weights as TMA reads them: (E, 2, I, K), or (E, I, 2, K) where interleaved."""
-    n, depth = problem.n, tile.block_k // 2 if problem.weights == "w4" else tile.block_k
+    n, depth = problem.n, tile.block_k // PHASES.get(problem.weights, 1)
     if not problem.gated:
         return (problem.experts, 1, n, columns), (n * columns, n * columns, columns, 1), [1, 1, tile.block_n, depth]
-    halves = 1 if tile.swap else 2
+    halves = 1 if tile.swap and problem.weights not in PHASES else 2
     if call.interleaved:
         strides = (n * columns, 2 * columns, columns, 1)
         return (problem.experts, n // 2, 2, columns), strides, [1, tile.block_n, halves, depth]
@@ -353,44 +384,70 @@ def addressable(x: Tensor) -> bool:
 
 
 def gemm_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Gemm) -> Run:
-    x, w, _, _, _, w_scale = tensors[:6]
+    if call.tile is None and tiles.widens(problem) and tensors[5].dtype == tensors[0].dtype:
+        return wide_plan(problem, gpu, tensors, call)
+    return tile_plan(problem, gpu, tensors, call)
+
+
+def wide_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Gemm) -> Run:
+    """The weights are unpacked first, in the type of x, which their scales must have."""
+    x, w, bias, row_weights, _, w_scale = tensors[:6]
+    widen = Widen(problem, w, w_scale, gpu)
+    like = torch.empty(widen.shape, dtype=x.dtype, device="meta")
+    plain, asked = replace(problem, weights="", group=0), call._replace(weights="", group=0)
+    run = tile_plan(plain, gpu, (x, like, bias, row_weights, None, None, *tensors[6:]), asked)
+
+    def wide_run(
+        x: Tensor, w: Tensor, bias: Tensor | None, row_weights: Tensor | None, x_scale: Tensor | None, w_scale: Tensor,
+        *plan: Tensor,
+    ) -> Tensor:  # fmt: skip
+        found: Tensor = run(x, widen(w, w_scale), bias, row_weights, None, None, *plan)
+        return found
+
+    return wide_run
+
+
+def tile_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Gemm) -> Run:
+    x, w, _, _, x_scale, w_scale = tensors[:6]
     tile = tiles.choose(problem, gpu or GPUS["h200"], w.is_contiguous() and addressable(w), call.splittable, call.tile)
     copied = tile.copied and problem.gather
-    by_tma = tile.tma and addressable(x) and (copied or not problem.gather)
+    by_tma = tile.tma and addressable(x) and rows_by_tma(problem, tile)
     early = starts_early(gpu)
-    gather = Gather(x, problem.rows, early) if copied else None
+    gather = Gather(x, problem.rows, tensors[9].shape[1], problem.experts, early) if copied else None
     n_tiles = -(-problem.width // tile.block_n)
     most = most_tiles(problem.rows, problem.experts, problem.block) * n_tiles * tile.split
     programs = min(most, gpu.sms) if tile.persistent and gpu else most
-    fixed = constants(problem, tile, call, early)
-    launcher = launched_early(Launcher(gemm_kernel, fixed, compile_options(tile.warps, tile.stages, 0)), early)
+    fixed = constants(problem, tile, call, early, scales_weights(tile, x.dtype, w_scale))
+    options = compile_options(tile.warps, tile.stages, tile.registers)
+    launcher = launched_early(Launcher(gemm_kernel, fixed, options), early)
     box = weight_box(problem, tile, call, w.shape[2]) if tile.tma else None
-    x_depth = tile.block_k // 2 if problem.weights == "w4" else tile.block_k
+    x_depth = tile.block_k // PHASES.get(problem.weights, 1)
     scale_strides = (0, 0) if w_scale is None else (w_scale.stride(0), w_scale.stride(1))
-    device, dtype = x.device.index, call.out_dtype
-    copied_x, stride_x = x.stride(1) != 1, x.shape[1] if copied or x.stride(1) != 1 else x.stride(0)
+    device = x.device.index
+    copied_x = x.stride(1) != 1
+    stride_x = x.shape[1] if copied or copied_x else x.stride(0)
+    x_box = ((problem.rows if copied else x.shape[0], x.shape[1]), (stride_x, 1), [tile.block_m, x_depth])
+    shape = (problem.rows, problem.width) if tile.split == 1 else (tile.split, problem.rows, problem.width)
+    dtype = call.out_dtype if tile.split == 1 else torch.float32
+    numbers = (
+        problem.rows, tensors[9].shape[1], problem.experts, n_tiles, programs, problem.width, problem.depth, w.shape[2],
+        stride_x, w.stride(0), w.stride(1), *scale_strides, 0 if x_scale is None else x_scale.stride(0), call.alpha,
+        call.limit,
+    )  # fmt: skip
 
     def run(
         x: Tensor, w: Tensor, bias: Tensor | None, row_weights: Tensor | None, x_scale: Tensor | None,
-        w_scale: Tensor | None, *plan_tensors: Tensor,
+        w_scale: Tensor | None, counts: Tensor, offsets: Tensor, permutation: Tensor, inverse: Tensor, tiles: Tensor,
+        tile_offsets: Tensor,
     ) -> Tensor:  # fmt: skip
-        plan = plan_of(plan_tensors, call.block)
-        shape = (problem.rows, problem.width) if tile.split == 1 else (tile.split, problem.rows, problem.width)
-        out = x.new_empty(shape, dtype=dtype if tile.split == 1 else torch.float32)
+        out = x.new_empty(shape, dtype=dtype)
         if most == 0:
             return out
         x = x.contiguous() if copied_x else x
-        x = gather(x, plan) if gather else x
-        x_desc = Descriptor(x, tuple(x.shape), (x.stride(0), 1), [tile.block_m, x_depth]) if by_tma else None
-        w_desc = Descriptor(w, *box) if box else None
+        x = gather(x, permutation, offsets) if gather else x
         arguments = (
-            x, x_desc, w, w_desc, bias, x_scale, w_scale, row_weights, plan.permutation, plan.offsets, plan.tiles,
-            plan.tile_offsets, out,
-        )  # fmt: skip
-        numbers = (
-            problem.rows, plan.k, problem.experts, n_tiles, programs, problem.width, problem.depth, w.shape[2],
-            stride_x, w.stride(0), w.stride(1), *scale_strides,
-            x_scale.stride(0) if x_scale is not None else 0, call.alpha, call.limit,
+            x, Descriptor(x, *x_box) if by_tma else None, w, Descriptor(w, *box) if box else None, bias, x_scale,
+            w_scale, row_weights, permutation, offsets, tiles, tile_offsets, out,
         )  # fmt: skip
         if device is None or device == torch.cuda.current_device():
             launcher(programs, device, arguments, numbers)

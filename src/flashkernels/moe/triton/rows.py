@@ -8,12 +8,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashkernels.fused.rows import RowProblem, Run
 from flashkernels.fused.triton.blocks import Launch
 from flashkernels.fused.triton.norm import quantised, scale_of
 from flashkernels.hardware import Gpu
 from flashkernels.moe.rows import Rounding
+from flashkernels.moe.triton.early import launched_early, starts_early
 from flashkernels.moe.weights import BLOCK, DTYPES, MOST
 
 WIDEST = 16384  # elements of a row that the registers of one program hold
@@ -22,9 +24,12 @@ WIDEST = 16384  # elements of a row that the registers of one program hold
 @triton.jit(do_not_specialize=["rows"])
 def block_kernel(
     x_ptr, out_ptr, scale_ptr, rows, width, blocks, stride_x: tl.int64,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns of a few rows, each with its own scale: 128 of "fp8_block", or a whole row."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     pid = tl.program_id(0)
     row = pid // blocks * ROWS + tl.arange(0, ROWS)
     cols = pid % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -39,8 +44,12 @@ def block_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def wide_kernel(
     x_ptr, out_ptr, scale_ptr, rows, width, stride_x: tl.int64, BLOCK: tl.constexpr, MOST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row that does not fit the registers, twice over."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros((1, BLOCK), tl.float32)
     poison = tl.zeros((1, BLOCK), tl.float32)
@@ -67,9 +76,11 @@ def rounding_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...]
     block = BLOCK if by_block else 4096 if wide else whole
     tall = max(1, 2048 // block)
     blocks = -(-width // BLOCK) if by_block else 1
-    fixed = {"BLOCK": block, "MOST": most} if wide else {"ROWS": tall, "BLOCK": block, "MOST": most}
+    early = starts_early(gpu)
+    fixed = ({} if wide else {"ROWS": tall}) | {"BLOCK": block, "MOST": most, "EARLY": early}
     warps = max(1, min(16, tall * block // 512))
     launch = Launch(wide_kernel if wide else block_kernel, fixed, warps, x.device)
+    launched_early(launch.launcher, early)
     grid = rows if wide else -(-rows // tall) * blocks
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
