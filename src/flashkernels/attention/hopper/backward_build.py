@@ -52,6 +52,8 @@ class BackwardReport:
             found.append(f"{made.spills} bytes of local memory; the limit is {MOST_SPILLS}")
         if not made.count("HGMMA"):
             found.append("has no wgmma")
+        if (moves := made.count("R2UR")) > made.count("HGMMA"):
+            found.append(f"{moves} moves to uniform registers: ptxas takes a loop for divergent that is not")
         return found
 
 

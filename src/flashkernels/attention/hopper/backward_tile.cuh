@@ -78,7 +78,8 @@ struct Tile {
     mbarrier::wait(smem + V_FULL, slot());
     u32 bad = 0;
     if (HIDES) bad = clean();
-    if (clear_to == 0) clear_from = 1 << 30;
+    clear_from = broadcast(clear_to ? clear_from : 1 << 30);
+    if (LEFT || VARLEN) clear_to = broadcast(clear_to);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int key = first_key + warp * 16 + lane / 4 + 8 * r, from = 2 * (lane & 3);

@@ -23,6 +23,10 @@ DEVICE u32 shared_address(const void* pointer) {
   return address;
 }
 
+// A value that all lanes have, in a way that ptxas understands: what follows from it stays in uniform registers, and a
+// loop that it ends may use them.
+DEVICE int broadcast(int x) { return __shfl_sync(~0u, x, 0); }
+
 DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

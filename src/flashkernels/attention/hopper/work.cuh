@@ -70,6 +70,16 @@ struct Mailbox {
     if (VARLEN)
       asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(w.q_row), "=r"(w.seq_q), "=r"(w.k_row), "=r"(w.seq_k) : "r"(at() + 16) : "memory");
+    w.block = broadcast(w.block);
+    w.head = broadcast(w.head);
+    w.batch = broadcast(w.batch);
+    w.id = broadcast(w.id);
+    if (VARLEN) {
+      w.q_row = broadcast(w.q_row);
+      w.seq_q = broadcast(w.seq_q);
+      w.k_row = broadcast(w.k_row);
+      w.seq_k = broadcast(w.seq_k);
+    }
     return w;
   }
   DEVICE void give_back(int lane) {
