@@ -1,13 +1,13 @@
 // Attention backward for Hopper (sm_90a), compiled at run time for one pair of head dimensions and set of features.
 //
 // Kernels: `order` ranks the sequences of a ragged batch, `rows` makes what is needed of each query row, `backward`
-// makes dK, dV and the sums of dQ, and in the end dQ of them. Or `gradient_of_queries` makes dQ by itself.
+// makes dK, dV and the sums of dQ, and `queries` makes dQ of them. Or `gradient_of_queries` makes dQ by itself.
 //
-// A block of `backward` is one producer warp, which only issues loads (TMA), two consumer warpgroups, and a warp that
-// counts tiles whose additions to dQ are complete. A tile is a block of keys of one key head. Its K and V stay in
-// shared memory; the queries that see them, of all query heads that share the key head, pass by in blocks of 64. P is
-// made again from the log-sum-exp. dK and dV are summed in registers; dQ is summed in memory, by additions whose order
-// is not fixed: it is not the same to the bit in every run, unless `gradient_of_queries` makes it.
+// A block of `backward` is one producer warp, which only issues loads (TMA), and two consumer warpgroups. A tile is a
+// block of keys of one key head. Its K and V stay in shared memory; the queries that see them, of all query heads that
+// share the key head, pass by in blocks of 64. P is made again from the log-sum-exp. dK and dV are summed in registers;
+// dQ is summed in memory, by additions whose order is not fixed: it is not the same to the bit in every run, unless
+// `gradient_of_queries` makes it.
 //
 // The order of statements around wgmma is not free: docs/notes/hopper_backward.md has the rules.
 #include "config.cuh"
@@ -62,20 +62,16 @@ struct Producer {
   DEVICE void run() {
     Mailbox mail(smem, 1);
     u32 kv_phase = 1;
-    const int tiles = total_tiles(p), all = tiles + (WANT_Q ? parts(p) : 0);
-    int t = 0;
-    if (lane == 0) t = atomicAdd(p.counters, 1);
+    const int tiles = total_tiles(p);
+    int t = blockIdx.x;
     while (true) {
-      t = __shfl_sync(~0u, t, 0);
       Work w;
       w.id = -1;
       if (t < tiles) w = decode(p, t, lane);
-      else if (t < all) w = part(t, tiles);
       mail.put(w, lane);
       if (w.id < 0) break;
       // Asked for now and looked at after the loads of this tile: the answer takes a microsecond.
-      if (lane == 0) t = atomicAdd(p.counters, 1);
-      if (is_part(w)) continue;
+      if (lane == 0) t = atomicAdd(p.counters, 1) + gridDim.x;
       const Queries queries = queries_of(p, w);
       const int batch = VARLEN ? 0 : w.batch;
 #pragma unroll 1
@@ -103,6 +99,7 @@ struct Producer {
           }
         }
       }
+      t = broadcast(t);
     }
     if (lane == 0) leave_counters(p, gridDim.x);
   }
@@ -149,8 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
       mbarrier::init(smem + DS_FULL + 8 * i, DS_WRITERS);
       mbarrier::init(smem + DS_EMPTY + 8 * i, DS_READERS);
       mbarrier::init(smem + WORK_FULL + 8 * i, 1);
-      mbarrier::init(smem + WORK_EMPTY + 8 * i, WANT_Q ? 9 : 8);
-      mbarrier::init(smem + ADDED + 8 * i, 8);
+      mbarrier::init(smem + WORK_EMPTY + 8 * i, 8);
     }
     mbarrier::publish();
   }
@@ -159,7 +155,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
     if (warp == 0) Producer(p, smem, lane).run();
-    else if (WANT_Q && warp == 1) count_added(p, smem, lane);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
 #if PAIRED_CONSUMERS

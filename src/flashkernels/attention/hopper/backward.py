@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flashkernels.attention.hopper import backward_source as source, backward_tiles as tiles
-from flashkernels.attention.hopper.backward_source import BLOCK, OWN_KEYS, OWN_QUERIES, PART, THREADS, BackwardVariant
+from flashkernels.attention.hopper.backward_source import BLOCK, OWN_KEYS, OWN_QUERIES, THREADS, BackwardVariant
 from flashkernels.attention.hopper.forward import FAR, LOG2E, SECTION_BYTES, spaced
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.tensors import Given, RunBackward, Tensors, strides_of, unaddressable
@@ -27,7 +27,7 @@ from flashkernels.jit.counters import counters
 
 POINTERS = (
     "q_data", "k_data", "v_data", "out", "grad_out_data", "lse", "grad_lse", "dq", "dk", "dv", "row_delta", "level",
-    "delta", "sums", "poisoned", "bad_keys", "added", "counters", "slopes", "cu_q", "cu_k", "order",
+    "delta", "sums", "poisoned", "bad_keys", "counters", "slopes", "cu_q", "cu_k", "order",
 )  # fmt: skip
 
 
@@ -66,8 +66,9 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
     device = tensors.q.device.index
     code = library(variant)
     rows, order, main = code.kernel("rows", 0), code.kernel("order", 0), code.kernel("backward", variant.shared)
+    after = code.kernel("queries", 0)
     if variant.own_dq:
-        look, own = code.kernel("keys", 0), code.kernel("gradient_of_queries", variant.own_shared)
+        look, after = code.kernel("keys", 0), code.kernel("gradient_of_queries", variant.own_shared)
     # TMA and 16-byte loads want aligned rows; a gradient may come with any strides, also expanded from one number
     copied = [bool(unaddressable(x)) for x in (given.grad_out, _given(given.out))]
     params = described(call, variant, tensors, given, copied)
@@ -76,8 +77,7 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
     hides = call.band != (-1, -1) or call.varlen
     rows_of_heads, rows_of_keys = (n * (1 if call.varlen else call.batch) for n in (call.heads, call.kv_heads))
     blocks = params.blocks * rows_of_heads
-    key_heads = call.batch * call.kv_heads if variant.adds_dq else 0
-    grid = min(gpu.sms, most_tiles(call, variant) + (-(-blocks * BLOCK // PART) if variant.adds_dq else 0))
+    grid = min(gpu.sms, most_tiles(call, variant))
     own_blocks = params.own_blocks * rows_of_heads if variant.own_dq and variant.want_q else 0
     bad_blocks = params.bad_blocks * rows_of_keys if own_blocks and hides else 0
     # One block of parameters for all calls of this signature: what changes is written into it before each launch.
@@ -110,7 +110,7 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
         ]
         statistics = lse.new_empty(2, blocks * BLOCK)
         sums = lse.new_empty(blocks * BLOCK * call.head_dim) if variant.adds_dq else None
-        notes = lse.new_empty(blocks + key_heads, dtype=torch.int32)
+        notes = lse.new_empty(blocks, dtype=torch.int32)
         bad = lse.new_empty(2 * bad_blocks, dtype=torch.int64)
         delta = torch.zeros_like(lse) if "sinks" in wanted else None
         ordered = lse.new_empty(2 * call.batch + 1, dtype=torch.int32) if call.varlen else None
@@ -125,7 +125,7 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
                 mapped = pointers
             write_addresses(
                 *pointers[:3], out.data_ptr(), pointers[3], lse.data_ptr(), *map(_address, (grad_lse, *grads, delta)),
-                *map(_address, (statistics[0], statistics[1], sums, notes, bad)), notes.data_ptr() + 4 * blocks, count,
+                *map(_address, (statistics[0], statistics[1], sums, notes, bad)), count,
                 *map(_address, (slopes, cu_q, cu_k, ordered)),
             )  # fmt: skip
             scale = softmax_scale / softcap if softcap else softmax_scale * LOG2E
@@ -138,7 +138,9 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
             if bad_blocks:
                 look.launch(bad_blocks, 128, stream, address)
             if own_blocks:
-                own.launch(own_blocks, THREADS, stream, address)
+                after.launch(own_blocks, THREADS, stream, address)
+            elif variant.adds_dq:
+                after.launch(blocks, 128, stream, address)
         dsinks = None if delta is None or sinks is None else sinks_gradient(delta, lse, sinks)
         return [*grads, None, dsinks, None]
 

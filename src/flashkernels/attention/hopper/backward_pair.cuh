@@ -130,7 +130,6 @@ struct Weights : Pair {
       end();
       if constexpr (WANT_V) store<DV>(dv, p.dv, p.dv_strides, 1.f);
     }
-    make_queries();
   }
 };
 
@@ -199,6 +198,5 @@ struct Gradients : Pair {
       end();
       if constexpr (WANT_K) store<D>(dk, p.dk, p.dk_strides, p.grad_scale);
     }
-    make_queries();
   }
 };

@@ -14,7 +14,6 @@ struct Params {
   float *level, *delta, *sums;  // of each query block: made by `rows`, read by `backward`; sums: dQ, in fragment order
   int* poisoned;                // query blocks whose Q or dO may have a NaN or Inf,
   void* bad_keys;               // and keys whose K has one: by `keys`, for `gradient_of_queries`
-  int* added;                   // tiles of each sequence's key head whose part of dQ is in the sums
   int* counters;                // zero at launch, and zero again at its end
   // what only some variants have
   const float* slopes;
@@ -70,8 +69,7 @@ constexpr int DS_FULL = O_EMPTY + 16;
 constexpr int DS_EMPTY = DS_FULL + 16;
 constexpr int WORK_FULL = DS_EMPTY + 16;
 constexpr int WORK_EMPTY = WORK_FULL + 16;
-constexpr int ADDED = WORK_EMPTY + 16;
-constexpr int WORK_AT = round_up(ADDED + 16, 16);  // two tiles, 32 bytes each
+constexpr int WORK_AT = round_up(WORK_EMPTY + 16, 16);  // two tiles, 32 bytes each
 constexpr int BAD_AT = WORK_AT + 64;                    // a bit for each key
 constexpr int SHARED_BYTES = BAD_AT + 16;
 static_assert(SHARED_BYTES == SHARED_MEMORY, "backward_source.py and backward_params.cuh disagree about shared memory");

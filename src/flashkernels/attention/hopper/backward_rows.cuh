@@ -65,7 +65,6 @@ DEVICE QueryBlock query_block(const Params& p, int place) {
 extern "C" __global__ void __launch_bounds__(256) rows(const __grid_constant__ Params p) {
   const QueryBlock b = query_block(p, blockIdx.x);
   const int t = threadIdx.x;
-  if (WANT_Q && t == 0 && blockIdx.x < p.batch * p.kv_heads) p.added[blockIdx.x] = 0;
   if (b.rows <= 0) return;
   if (WANT_Q) {
     float4* sums = (float4*)(p.sums + (i64)blockIdx.x * BLOCK * D);

@@ -39,16 +39,6 @@ DEVICE Work decode(const Params& p, int t, int lane) {
   return w;
 }
 
-// Tiles behind the last are parts of the query blocks, counted by `block`: their dQ is to be made of its sums.
-DEVICE Work part(int id, int tiles) {
-  Work w = {};
-  w.id = id;
-  w.block = id - tiles;
-  w.head = -1;
-  return w;
-}
-DEVICE bool is_part(const Work& w) { return w.head < 0; }
-
 // Query blocks [first, end) that see some key of the tile. There is always one to walk, even where nothing is visible;
 // the mask then hides all of it.
 struct Queries {

@@ -15,7 +15,6 @@ HEADERS = (
 )  # fmt: skip
 BLOCK = 64  # queries of a block
 THREADS = 384
-PART = 256  # queries whose sums a block turns into dQ at a time
 OWN_QUERIES, OWN_KEYS = 128, 64  # of a block, in the kernel that makes dQ alone
 SHARED_LIMIT = 232448  # bytes a block may have on sm_90
 REGISTERS = (24, 240)  # of a producer and a consumer thread
@@ -112,7 +111,7 @@ class BackwardVariant:
         size += 2 * BLOCK * tile.keys * 2  # dS
         size += 128 * BLOCK if tile.paired else 0  # P
         size += 4 * BLOCK * (tile.q_stages + 2)  # statistics
-        size += 8 * (6 + 2 * tile.q_stages + 14)  # barriers
+        size += 8 * (6 + 2 * tile.q_stages + 12)  # barriers
         return -(-size // 16) * 16 + 64 + 16
 
 
@@ -121,7 +120,7 @@ def config(variant: BackwardVariant) -> str:
     v, tile = variant, variant.tile
     readers = 8 if tile.halves or v.dq_first else 4
     numbers = {
-        "D": v.head_dim, "DV": v.head_dim_v, "KEYS": tile.keys, "Q_STAGES": tile.q_stages, "CLUSTER": 1, "PART": PART,
+        "D": v.head_dim, "DV": v.head_dim_v, "KEYS": tile.keys, "Q_STAGES": tile.q_stages, "CLUSTER": 1,
         "DQ_COLUMNS": v.dq_columns, "DQ_FIRST": v.dq_first,
         "DS_WRITERS": 4 if tile.paired else 8, "DS_READERS": readers, "SHARED_MEMORY": v.shared,
         "KEY_BOX": v.key_box, "OWN_SHARED_MEMORY": v.own_shared,

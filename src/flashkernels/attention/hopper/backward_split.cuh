@@ -230,8 +230,5 @@ struct Consumer : Tile {
       if constexpr (WANT_K) store<D>(dk, p.dk, p.dk_strides, p.grad_scale);
       if constexpr (WANT_V) store<DV>(dv, p.dv, p.dv_strides, 1.f);
     }
-    // Without a barrier ptxas takes the loop above for divergent, and all its addresses out of uniform registers.
-    named_barrier::sync(1, 256);
-    make_queries();
   }
 };

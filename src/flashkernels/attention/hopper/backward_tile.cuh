@@ -63,10 +63,19 @@ struct Tile {
   // Of the mailbox, the slot that this tile came in: they alternate, as do the phases of K and V.
   DEVICE u32 slot() const { return mail.slot.stage ^ 1; }
 
-  // Takes the next tile and waits for its K and V. False: there is none with keys.
+  // Takes the next tile and waits for its K and V. False: there is none.
   DEVICE bool begin() {
     w = mail.get(p, lane);
-    if (w.id < 0 || (WANT_Q && is_part(w))) return false;
+    if (broadcast(w.id) < 0) return false;
+    w.block = broadcast(w.block);
+    w.head = broadcast(w.head);
+    w.batch = broadcast(w.batch);
+    if (VARLEN) {
+      w.q_row = broadcast(w.q_row);
+      w.seq_q = broadcast(w.seq_q);
+      w.k_row = broadcast(w.k_row);
+      w.seq_k = broadcast(w.seq_k);
+    }
     queries = queries_of(p, w);
     first_key = w.block * KEYS + (PAIRED ? 0 : group * 64);
     const int shift = w.seq_k - w.seq_q;
@@ -246,16 +255,10 @@ struct Tile {
                      "f"(dq[4 * j + 3]) : "memory");
   }
 
-  // The tile's keys and values are read for the last time, and its parts of dQ on their way.
+  // The tile's keys and values are read for the last time.
   DEVICE void end() {
     __syncwarp();
     release(KV_EMPTY);
-    if (WANT_Q) release(ADDED + 8 * slot());
-  }
-
-  // After the last tile: in the loop over tiles the accumulators leave no registers for it.
-  DEVICE void make_queries() {
-    for (; WANT_Q && w.id >= 0; w = mail.get(p, lane)) make_part(p, w.block, group * 4 + warp, lane);
   }
 
   template <int N> DEVICE void store(const float (&sum)[N / 2], u16* data, const Strides& strides, float factor) {

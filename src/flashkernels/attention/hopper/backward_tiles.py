@@ -71,18 +71,19 @@ OPERANDS, CROWDED = 208, 204
 def by_dimension(dim: int, dim_v: int, *, softcap: bool, hides: bool, crowded: bool) -> BackwardTile:
     """The fastest at 64, 72, 96 and 128 (H200, 2026-11-15, B=4, S=4096), and their neighbours.
 
-    K and V in registers gave 5 to 6 % at 64 and 72; separate registers for dS 2 % without hidden keys, and a loss of 2
-    to 7 % with.
+    K and V in registers gave 5 to 6 % at 64 and 72. Separate registers for dS gave 2 to 5 % where all of dQ's columns are
+    one warpgroup's, and lost as much where they are halves. At 64, halves are 3 % faster, and under a causal mask 2 %
+    slower.
     """
     wide = max(dim, dim_v)
     if softcap or wide > 128:
         return BackwardTile(paired=True, q_stages=2)
     most = CROWDED if crowded else OPERANDS
     used = dim // 2 + dim_v // 2 + 32 + 16  # dK, dV, S and P
-    halves = dim == 64 or used + dim // 2 > most
+    halves = (dim == 64 and not hides) or used + dim // 2 > most
     used += 32 if halves else max(32, dim // 2)  # dP, and then dQ
     keys = 4 * (-(-dim // 16) + -(-dim_v // 16))
     kv_in_registers = wide <= 72 and used + keys <= most
     used += keys if kv_in_registers else 0
-    separate = not (hides or crowded) and used + 16 <= most
+    separate = not halves and used + 16 <= most
     return BackwardTile(halves=halves, kv_in_registers=kv_in_registers, separate=separate)

@@ -57,8 +57,7 @@ struct Mailbox {
     slot.advance();
   }
 
-  // The next tile; the slot stays taken until `give_back`.
-  DEVICE Work look(const Params& p) {
+  DEVICE Work get(const Params& p, int lane) {
     Work w;
     if (CLUSTER == 1) mbarrier::wait(full(), slot.phase);
     else mbarrier::wait_for_cluster(full(), slot.phase);
@@ -70,29 +69,12 @@ struct Mailbox {
     if (VARLEN)
       asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(w.q_row), "=r"(w.seq_q), "=r"(w.k_row), "=r"(w.seq_k) : "r"(at() + 16) : "memory");
-    w.block = broadcast(w.block);
-    w.head = broadcast(w.head);
-    w.batch = broadcast(w.batch);
-    w.id = broadcast(w.id);
-    if (VARLEN) {
-      w.q_row = broadcast(w.q_row);
-      w.seq_q = broadcast(w.seq_q);
-      w.k_row = broadcast(w.k_row);
-      w.seq_k = broadcast(w.seq_k);
-    }
-    return w;
-  }
-  DEVICE void give_back(int lane) {
     __syncwarp();
     if (lane == 0) {
       if (CLUSTER == 1) mbarrier::arrive(empty());
       else mbarrier::arrive_in(empty(), 0);
     }
     slot.advance();
-  }
-  DEVICE Work get(const Params& p, int lane) {
-    const Work w = look(p);
-    give_back(lane);
     return w;
   }
 };
