@@ -66,7 +66,8 @@ def test_a_models_folder_has_what_the_model_calls(tmp_path: Path) -> None:
     assert kernels == {
         "attention.triton.forward.forward_kernel", "decode.triton.decode.decode_kernel",
         "decode.triton.combine.combine_kernel", "fused.triton.rope.rope_kernel", "fused.triton.norm.forward_kernel",
-        "fused.triton.activation.forward_kernel", "kvcache.triton.append.append_kernel",
+        "fused.triton.activation.forward_kernel", "fused.triton.linear.linear_kernel",
+        "kvcache.triton.append.append_kernel",
     }  # fmt: skip
     assert found.gpus == ["a100"] and found.triton.startswith("3.6.")
     on_disk = {path.relative_to(built).as_posix() for path in built.rglob("*") if path.is_file()}
@@ -148,6 +149,9 @@ def test_a_second_run_builds_only_what_is_missing_and_replaces_damage(folder: Pa
         (["--out", "x", "--ops", "moe", "--experts-per-token", "9"], "k=9 is over 8 with 8 experts"),
         (["--out", "x", "--ops", "moe", "--expert-formats", "fp9"], "weights='fp9' is not one of"),
         (["--out", "x", "--ops", "moe", "--tokens", "-1"], "tokens=-1 must not be negative"),
+        (["--out", "x", "--ops", "linear", "--activations", "tanh"], "activation='tanh' is not one of '', 'relu'"),
+        (["--out", "x", "--ops", "speculative_accept", "--drafts", "0"], "drafts=[0]: 0 is not a positive"),
+        (["--out", "x", "--ops", "speculative_accept", "--drafts", "2000"], "drafts=2000 is over 1024"),
         (["--out", "x", "--model-config", "none.json"], "none.json is not a model's config.json"),
     ],
 )

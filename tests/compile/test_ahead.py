@@ -25,7 +25,8 @@ import flashkernels as fk
 from flashkernels.aot import build, manifest, work
 from flashkernels.aot.blank import empty
 from flashkernels.aot.experts import Experts
-from flashkernels.aot.vocabulary import Loss, Sampling
+from flashkernels.aot.projections import Projection
+from flashkernels.aot.vocabulary import Accepting, Loss, Sampling
 from flashkernels.aot.work import Appending, Rotation, Rows, attention_tensors, programs
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.triton import forward
@@ -42,6 +43,9 @@ CASES = {
     "backward": (BackwardProblem(CALL, ("q", "k", "v")), "a100"), "decode": (DECODE, "a100"),
     "norm": (Rows("rms_norm", 1000, residual=True, backward=True), "h200"), "rope": (Rotation(8, 2, 128), "a100"),
     "append": (Appending(8, 128, 16, format="int8", rotary=True), "h200"), "sample": (Sampling(32000, 8), "h200"),
+    "linear": (Projection(256, 512, 256, activation="swiglu", backward=True), "h200"),
+    "norm_linear": (Projection(8, 512, 256, bias=True, normed=True), "h200"),
+    "accept": (Accepting(32000, 8, 4, drawn=True, tree=True), "h200"),
     "loss": (Loss(32000, 512, backward=True), "a100"), "moe": (Experts(64, 512, 256, 8, 2, backward=True), "h200"),
 }  # fmt: skip
 BYTES = {"u64": 8, "u32": 4, "f32": 4, "u8": 1, "b8": 1, "b64": 8, "b32": 4, "s32": 4, "s64": 8}
@@ -114,7 +118,7 @@ def declared(ptx: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("name", ["tma", "pointers", "decode", "norm", "append", "sample", "moe"])
+@pytest.mark.parametrize("name", sorted({*CASES} - {"features", "backward", "rope", "loss"}))
 def test_parameters_lie_as_the_machine_code_declares_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, gpu = CASES[name]
     texts: list[str] = []

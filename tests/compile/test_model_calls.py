@@ -28,7 +28,7 @@ from flashkernels.decode import api as decode_api
 from flashkernels.fused.rows import Plans
 from flashkernels.hardware import Gpu, lookup
 from flashkernels.jit.notes import Noted, noting
-from flashkernels.moe import gemm
+from flashkernels.moe import gemm, inference
 from flashkernels.moe.triton import route
 
 BF16 = torch.bfloat16
@@ -105,10 +105,11 @@ class Asked:
                     monkeypatch.setattr(module, attribute, differentiable(value))
         # Nothing is kept: another GPU may pose next.
         monkeypatch.setattr(Plans, "find", lambda plans, tensors, settings: plans.make(tensors, settings))
-        monkeypatch.setattr(gemm.Prepared, "__call__", lambda _, tensors, call: gemm._plan(tensors, call)(*tensors))
+        monkeypatch.setattr(gemm.Prepared, "find", lambda _, tensors, call: gemm._plan(tensors, call))
         for module in (attention_api, decode_api):
             monkeypatch.setattr(module, "_plans", {})
         monkeypatch.setattr(attention_api, "_backward_plans", {})
+        monkeypatch.setattr(inference, "_known", {})
         fusable = attention_api._fusable
         monkeypatch.setattr(attention_api, "_fusable", lambda _, impl: fusable("cuda", impl))
         monkeypatch.setattr(route, "zeros_for", lambda x: route.Address(1 << 20))
@@ -175,7 +176,7 @@ def test_a_served_model_finds_its_kernels(name: str, asked: Asked, tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps(config))
     hidden, heads, kv_heads = (config[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     dim, vocab, weight = config.get("head_dim", hidden // heads), config["vocab_size"], half(hidden)
-    layer = experts(config)
+    layer, gate_up = experts(config), half(2 * config["intermediate_size"], hidden)
     cos = empty(4096, dim // 2)
     for batch, seq in ((1, 256), (12, 256), (1, 255), (12, 1)):
         tokens = half(batch, seq, hidden)
@@ -186,6 +187,9 @@ def test_a_served_model_finds_its_kernels(name: str, asked: Asked, tmp_path: Pat
         asked(lambda x=tokens: fk.rms_norm(x, weight, residual=x))
         asked(lambda q=q, k=k: fk.rope(q, k, cos, cos, position_ids=empty(*q.shape[:2], dtype=torch.int64)))
         asked(lambda b=batch, s=seq: fk.swiglu(half(b, s, 2 * config["intermediate_size"])))
+        asked(lambda x=tokens: fk.fused.linear(x, gate_up, activation="swiglu"))
+        asked(lambda x=tokens: fk.fused.norm_linear(x, weight, gate_up, activation="swiglu"))
+        asked(lambda x=tokens: fk.fused.norm_linear(x, weight, half((heads + 2 * kv_heads) * dim, hidden)))
         asked(lambda x=tokens: fk.moe.layer(x, **layer))
         if name == "qwen3_moe":
             asked(lambda q=q: fk.rms_norm(q, half(dim)))
@@ -217,7 +221,7 @@ def test_training_finds_its_kernels(asked: Asked, tmp_path: Path) -> None:
     hidden, inner, vocab = QWEN3["hidden_size"], QWEN3["intermediate_size"], QWEN3["vocab_size"]
     q, k, v = (half(1, 256, heads, 128, learns=True) for heads in (16, 4, 4))
     x, weight, head = (half(*shape, learns=True) for shape in ((256, hidden), (hidden,), (vocab, hidden)))
-    targets, table = empty(256, dtype=torch.int64), empty(4096, 64)
+    targets, table, gate_up = empty(256, dtype=torch.int64), empty(4096, 64), half(2 * inner, hidden, learns=True)
     calls: list[Callable[[], Tensor]] = [
         lambda: fk.attention(q, k, v, causal=True),
         lambda: torch.cat(fk.rope(q, k, table, table), 2),
@@ -226,6 +230,8 @@ def test_training_finds_its_kernels(asked: Asked, tmp_path: Path) -> None:
         lambda: sum(fk.rms_norm(x, weight, residual=x)),
         lambda: fk.swiglu(half(256, 2 * inner, learns=True)),
         lambda: fk.moe.layer(x, **experts(QWEN3, learns=True)),
+        lambda: fk.fused.linear(x, gate_up, activation="swiglu"),
+        lambda: fk.fused.norm_linear(x, weight, gate_up, activation="swiglu"),
         lambda: fk.fused.linear_cross_entropy(x, head, targets),
         lambda: fk.fused.cross_entropy(half(256, vocab, learns=True), targets),
     ]
@@ -234,7 +240,8 @@ def test_training_finds_its_kernels(asked: Asked, tmp_path: Path) -> None:
         with torch.no_grad():
             asked(call)
     names = " ".join(asked.labels.values())
-    of_gradients = ("CONJUGATE=True", "dq_kernel", "dkdv_kernel", "norm.backward", "spread", "dw_kernel", "multiply")
+    attention = ("backward.cu",) if asked.gpu.key == "h200" else ("dkdv_kernel",)
+    of_gradients = ("CONJUGATE=True", "norm.backward", "spread", "dw_kernel", "multiply", *attention)
     assert all(kernel in names for kernel in of_gradients)
     assert not missing(asked, of_model(tmp_path / "config.json", replace(SIZES, backward=True)))
 
@@ -258,6 +265,58 @@ def test_every_number_of_tokens_finds_its_kernels(form: str, asked: Asked) -> No
         asked(lambda x=x: fk.moe.layer(x, half(n, hidden), ups, downs, k=k))
     assert not missing(asked, wanted(["moe"], sizes))
     assert len(counts(most)) < 100
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["serving", "training"])
+@pytest.mark.parametrize("activation", ["", "gelu", "swiglu"])
+@pytest.mark.parametrize("asked", ["h200", "a100", "rtx5090"], indirect=True)
+def test_every_number_of_rows_of_a_linear_layer_finds_its_kernels(
+    asked: Asked, activation: str, backward: bool
+) -> None:
+    most, hidden, inner = 3000, 512, 640
+    sizes = Sizes(hidden=hidden, inner=inner, activations=[activation], tokens=most, backward=backward)
+    norm = half(hidden, learns=backward)
+    weight = half(2 * inner if activation == "swiglu" else inner, hidden, learns=backward)
+
+    def call(x: Tensor) -> None:
+        for out in (
+            fk.fused.linear(x, weight, activation=activation or None),
+            fk.fused.norm_linear(x, norm, weight, activation=activation or None),
+        ):
+            if backward:
+                out.backward(torch.empty_like(out))
+
+    for rows in (*range(1, 150, 7), *range(150, most, 89)):
+        asked(lambda rows=rows: call(half(rows, hidden, learns=backward)))
+    assert not missing(asked, wanted(["linear", "norm_linear"], sizes))
+
+
+@pytest.mark.parametrize("drafts", [1, 5, 16])
+@pytest.mark.parametrize("asked", ["h200"], indirect=True)
+def test_every_batch_that_accepts_drafts_finds_its_kernels(asked: Asked, drafts: int) -> None:
+    width = 50257
+    for batch in (*range(1, 40, 3), 63, 99):
+        ids, seeds, heats = empty(batch, drafts, dtype=torch.int64), empty(batch, dtype=torch.int64), empty(batch)
+        logits, drawn = half(batch, drafts + 1, width), empty(batch, drafts, width)
+        for parents in (None, empty(drafts, dtype=torch.int64)):
+            for probs in (None, drawn):
+                asked(
+                    lambda t=(ids, logits, probs, parents, seeds): fk.fused.speculative_accept(
+                        t[0], target_logits=t[1], draft_probs=t[2], parents=t[3], seeds=t[4], temperature=0.7
+                    )
+                )
+            asked(
+                lambda t=(ids, logits, drawn, parents, seeds): fk.fused.speculative_accept(
+                    t[0], target_probs=t[1].float(), draft_probs=t[2], parents=t[3], seeds=t[4]
+                )
+            )
+        asked(
+            lambda t=(ids, logits, heats, seeds): fk.fused.speculative_accept(
+                t[0], target_logits=t[1], temperature=t[2], seeds=t[3]
+            )
+        )
+    sizes = Sizes(widths=[width], batches=[100], drafts=[drafts])
+    assert not missing(asked, wanted(["speculative_accept"], sizes))
 
 
 @pytest.mark.parametrize("asked", ["h200"], indirect=True)

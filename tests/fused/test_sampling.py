@@ -334,6 +334,9 @@ def test_compile(top_n: int) -> None:
     [
         ({"temperature": -1.0}, ValueError, "temperature=-1.0 must be at least 0"),
         ({"temperature": "hot"}, TypeError, "temperature='hot' must be a number"),
+        ({"temperature": None}, TypeError, "temperature=None must be a number"),
+        ({"temperature": [1.0]}, TypeError, "temperature=[1.0] must be a number"),
+        ({"top_p": True}, TypeError, "top_p=True must be a number"),
         ({"top_p": 1.5}, ValueError, "top_p=1.5 must be from 0.0 to 1.0"),
         ({"min_p": -0.1}, ValueError, "min_p=-0.1 must be from 0.0 to 1.0"),
         ({"top_k": 2.5}, TypeError, "top_k=2.5 must be a whole number"),

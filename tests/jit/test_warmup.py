@@ -17,7 +17,8 @@ import torch
 
 import flashkernels as fk
 from flashkernels.aot.experts import Experts
-from flashkernels.aot.vocabulary import Loss, Sampling
+from flashkernels.aot.projections import Projection
+from flashkernels.aot.vocabulary import Accepting, Loss, Sampling
 from flashkernels.aot.wanted import OPS, Sizes, counts, of_model, parse, wanted
 from flashkernels.aot.work import Rotation, Rows
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
@@ -75,11 +76,12 @@ def test_every_op_has_calls() -> None:
     assert kinds["attention"] == {AttentionProblem} and kinds["attention_backward"] == {BackwardProblem}
     assert kinds["decode"] == {DecodeProblem} and kinds["rope"] == {Rotation} and kinds["softmax"] == {Rows}
     assert kinds["sample"] == {Sampling} and kinds["linear_cross_entropy"] == {Loss} and kinds["moe"] == {Experts}
+    assert kinds["linear"] == kinds["norm_linear"] == {Projection} and kinds["speculative_accept"] == {Accepting}
     training = {op: wanted([op], Sizes(tokens=64, backward=True)) for op in OPS}
     for op in ("attention", "attention_varlen", "attention_backward"):
         assert any(isinstance(one, BackwardProblem) for one in training[op])
-    for op in ("rms_norm", "swiglu", "cross_entropy", "linear_cross_entropy", "moe"):
-        assert all(one.backward for one in training[op] if isinstance(one, (Rows, Loss, Experts)))
+    for op in ("rms_norm", "swiglu", "linear", "norm_linear", "cross_entropy", "linear_cross_entropy", "moe"):
+        assert all(one.backward for one in training[op] if isinstance(one, (Rows, Projection, Loss, Experts)))
 
 
 def test_sizes_multiply() -> None:
@@ -125,12 +127,14 @@ def test_a_models_config_gives_its_calls(tmp_path: Path) -> None:
     config.write_text(LLAMA)
     works = of_model(config, Sizes(batches=[1], seqs=[1024], page_sizes=[16]))
     kinds = {type(one).__name__ for one in works}
-    assert kinds == {"AttentionProblem", "DecodeProblem", "Appending", "Rotation", "Rows"}
+    assert kinds == {"AttentionProblem", "DecodeProblem", "Appending", "Rotation", "Rows", "Projection"}
     attention = [one for one in works if isinstance(one, AttentionProblem)]
     assert {(one.head_dim, one.heads, one.kv_heads, one.causal) for one in attention} == {(128, 32, 8, True)}
     assert {one.window for one in attention} == {(-1, -1), (4095, -1)}
     assert {one.seq_q for one in attention} >= {*counts(1024)} and max(one.seq_q for one in attention) == 1024
     assert [(one.op, one.width) for one in works if isinstance(one, Rows)][-1] == ("swiglu", 28672)
+    layers = {(one.width, one.depth, one.activation, one.normed) for one in works if isinstance(one, Projection)}
+    assert layers == {(14336, 4096, "swiglu", False), (14336, 4096, "swiglu", True), (6144, 4096, "", True)}
 
 
 MIXTRAL = {
@@ -186,6 +190,10 @@ def test_experts_of_an_unknown_activation_are_named(tmp_path: Path) -> None:
         (lambda: Experts(1, 64, 64, 8, 2, score="tanh"), "score='tanh' is not one of 'softmax', 'sigmoid'"),
         (lambda: Sampling(100, 1, rows=("heat",)), "'heat' is not one of temperature"),
         (lambda: Loss(0), "vocab=0 must be at least 1"),
+        (lambda: Projection(1, 0, 64), "width=0 must be at least 1"),
+        (lambda: Projection(1, 64, 64, activation="tanh"), "activation='tanh' is not one of '', 'relu'"),
+        (lambda: Accepting(100, 1, 2000), "drafts=2000 is over 1024"),
+        (lambda: Accepting(100, 1, 4, logits=False, heats=True), "heats=True: a temperature is of logits"),
     ],
 )
 def test_bad_calls_are_named(call: Callable[[], Any], message: str) -> None:
@@ -214,7 +222,7 @@ def test_without_a_gpu_there_is_nothing_to_warm_up(kernel_cache: Path) -> None:
 PROGRAM = """
 import sys, time, torch
 import flashkernels as fk
-from flashkernels.aot.work import DecodeProblem, Experts, Loss, Rotation, Rows, Sampling
+from flashkernels.aot.work import Accepting, DecodeProblem, Experts, Loss, Projection, Rotation, Rows, Sampling
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.kvcache import PagedCache
 file, mode = sys.argv[1:]
@@ -242,6 +250,12 @@ def results():
     outs.append(fk.moe.layer(y, router, ups, downs, k=2))
     outs.append(fk.moe.layer(y[:3], router, ups, downs, k=2))
     outs += fk.fused.sample(y[:2], temperature=0.8, top_k=40, seeds=seeds)[:2]
+    outs += fk.fused.speculative_accept(targets[:8].view(2, 4), target_logits=y[:10].view(2, 5, 576), seeds=seeds)
+    for rows in (y, y[:3]):
+        outs.append(fk.fused.linear(rows, ups[0], activation="swiglu"))
+        outs.append(fk.fused.norm_linear(rows, weight, ups[0], activation="swiglu"))
+    leaves = [a.clone().requires_grad_() for a in (y, weight, ups[0])]
+    outs += torch.autograd.grad(fk.fused.norm_linear(*leaves, activation="swiglu").float().square().sum(), leaves)
     leaves = [a.clone().requires_grad_() for a in (y, head)]
     outs += torch.autograd.grad(fk.fused.linear_cross_entropy(*leaves, targets), leaves)
     leaves = [a.clone().requires_grad_() for a in (y, router, ups, downs)]
@@ -264,7 +278,9 @@ norm = Rows("rms_norm", 576, residual=True)
 sizes = {"batch": 2, "tokens": 1, "heads": 8, "kv_heads": 2, "head_dim": 72, "context": 256}
 decode = DecodeProblem(page_size=16, row_bits=2304, **sizes)
 layers = [Experts(64, 576, 128, 8, 2, backward=True), Experts(3, 576, 128, 8, 2), Rows("swiglu", 256, backward=True)]
-last = [Sampling(576, 2, top_k=40), Loss(576, 576, backward=True)]
+last = [Sampling(576, 2, top_k=40), Accepting(576, 2, 4), Loss(576, 576, backward=True)]
+for rows in (3, 64):
+    last += [Projection(rows, 128, 576, activation="swiglu", normed=on, backward=True) for on in (False, True)]
 work = [call, odd, gradients, norm, Rows("softmax", 100), Rotation(8, 2, 72), decode, *layers, *last]
 work = work if mode == "warm" else []
 done = fk.warmup(*work)
@@ -306,7 +322,8 @@ def test_a_folder_built_ahead_serves_without_a_compiler(tmp_path: Path) -> None:
     gpu = fk.detect()
     assert gpu is not None
     folder = tmp_path / "kernels"
-    ops = "attention,rope,softmax,rms_norm,decode,sample,linear_cross_entropy,moe --head-dims 72,70 --widths 100,576"
+    ops = "attention,rope,softmax,rms_norm,decode,linear,norm_linear,sample,speculative_accept,linear_cross_entropy,moe"
+    ops += " --head-dims 72,70 --widths 100,576"
     experts = "--hidden 576 --inner 128 --experts 8 --experts-per-token 2 --tokens 64 --page-sizes 16 --backward"
     command = f"compile --gpu {gpu.key} --ops {ops} --batches 2 --seqs 256 --heads 8 --kv-heads 2 {experts}"
     subprocess.run([sys.executable, "-m", "flashkernels", *command.split(), "--out", str(folder)], check=True)

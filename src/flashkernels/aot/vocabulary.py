@@ -1,4 +1,4 @@
-"""Calls over a vocabulary: the token that is drawn, and the loss."""
+"""Calls over a vocabulary: tokens that are drawn or accepted, and the loss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashkernels.aot.blank import ROWS, Recipe, empty
 from flashkernels.dispatch import select
-from flashkernels.fused import sampling
+from flashkernels.fused import sampling, speculative
 from flashkernels.fused.cross_entropy import IMPLS as LOSS, LinearLoss, Loss as RowLoss
 from flashkernels.fused.problem import LossProblem
 from flashkernels.fused.rows import row_problem
@@ -40,6 +40,29 @@ class Sampling:
         for name in self.rows:
             if name not in sampling.NAMES:
                 raise ValueError(f"rows={self.rows}: {name!r} is not one of {', '.join(sampling.NAMES)}")
+
+
+@dataclass(frozen=True)
+class Accepting:
+    """A call of `speculative_accept` on drafts (batch, drafts), int64, with seeds as a tensor. The target is logits of
+    this dtype, or probabilities, fp32 as those of the draft are. Up to 15 drafts take one kernel, up to 31 another,
+    and so on; multiples of 16, and 1, have theirs."""
+
+    vocab: int
+    batch: int
+    drafts: int
+    dtype: str = "bf16"
+    logits: bool = True
+    drawn: bool = False  # with draft_probs
+    tree: bool = False  # with parents, (drafts,) int64
+    heats: bool = False  # the temperature is a tensor
+
+    def __post_init__(self) -> None:
+        _positive(self, "vocab", "batch", "drafts")
+        if self.drafts > speculative.MOST_NODES:
+            raise ValueError(f"drafts={self.drafts} is over {speculative.MOST_NODES}")
+        if self.heats and not self.logits:
+            raise ValueError("heats=True: a temperature is of logits")
 
 
 @dataclass(frozen=True)
@@ -85,6 +108,22 @@ def sampling_recipes(work: Sampling, gpu: Gpu) -> list[Recipe]:
         impl.load().plan(problem, gpu, tensors, call)(*tensors)(numbers)
 
     return [functools.partial(run, dtype) for dtype in (sampling.INTEGERS if "top_k" in work.rows else (torch.int64,))]
+
+
+def accepting_recipes(work: Accepting, gpu: Gpu) -> list[Recipe]:
+    rows, nodes = work.batch, work.drafts
+    integers = empty(rows, dtype=torch.int64)
+    target = empty(rows, nodes + 1, work.vocab, dtype=work.dtype if work.logits else "fp32")
+    tensors = (
+        empty(rows, nodes, dtype=torch.int64), target, empty(rows, nodes, work.vocab) if work.drawn else None,
+        empty(nodes, dtype=torch.int64) if work.tree else None, empty(rows) if work.heats else None, integers, None,
+    )  # fmt: skip
+    problem = replace(row_problem("speculative_accept", target, 1), device="cuda")
+    impl = select(speculative.IMPLS, problem, gpu)
+    if impl.name != "triton":
+        return []
+    call, numbers = speculative.Accept(work.logits, "auto"), speculative.Numbers(1.0, 0, 0)
+    return [lambda: impl.load().plan(problem, gpu, tensors, call)(*tensors)(numbers)]
 
 
 def loss_recipes(work: Loss, gpu: Gpu) -> list[Recipe]:

@@ -15,7 +15,8 @@ from typing import Any
 
 from flashkernels.aot.blank import DTYPES
 from flashkernels.aot.experts import Experts
-from flashkernels.aot.vocabulary import Loss, Sampling
+from flashkernels.aot.projections import Projection
+from flashkernels.aot.vocabulary import Accepting, Loss, Sampling
 from flashkernels.aot.work import GLU, ROW_OPS, Appending, Rotation, Rows, Work
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.decode.problem import DecodeProblem
@@ -23,7 +24,7 @@ from flashkernels.formats import lookup
 
 OPS = (
     "attention", "attention_backward", "attention_varlen", "attention_paged", "decode", "append", "rope", *ROW_OPS,
-    "sample", "cross_entropy", "linear_cross_entropy", "moe",
+    "linear", "norm_linear", "sample", "speculative_accept", "cross_entropy", "linear_cross_entropy", "moe",
 )  # fmt: skip
 ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu", "relu2": "relu2_glu"}
 NORMED_HEADS = ("qwen3", "gemma3", "olmo2", "olmoe")  # queries and keys have a norm of their own
@@ -31,6 +32,13 @@ NORMED_HEADS = ("qwen3", "gemma3", "olmo2", "olmoe")  # queries and keys have a 
 SAMPLED = (
     Sampling(1, 1, greedy=True), Sampling(1, 1, top_k=50), Sampling(1, 1),
     Sampling(1, 1, rows=("temperature", "top_k", "top_p")),
+)  # fmt: skip
+# Logits, with drafts that were chosen or drawn, and probabilities; each as a chain and as a tree.
+ACCEPTED = tuple(
+    Accepting(1, 1, 1, logits=logits, drawn=drawn, tree=tree, heats=heats)
+    for logits, drawn, heats in ((True, False, False), (True, False, True), (True, True, False), (True, True, True),
+                                 (False, False, False), (False, True, False))
+    for tree in (False, True)
 )  # fmt: skip
 HF_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
@@ -49,25 +57,27 @@ class Sizes:
     window: tuple[int, int] = (-1, -1)
     softcap: bool = False
     sinks: bool = False
-    widths: Sequence[int] = (4096,)  # of rows; of `sample` and the losses the vocabulary
+    widths: Sequence[int] = (4096,)  # of rows; of `sample`, `speculative_accept` and the losses the vocabulary
     page_sizes: Sequence[int] = (16, 64)
     cache_formats: Sequence[str] = ()  # of a paged cache; none: that of the queries
     rotary_dim: int = 0
-    hidden: int = 4096  # of linear_cross_entropy and moe, as are the next ones of moe
-    inner: int = 14336
+    hidden: int = 4096  # of linear layers, their loss and moe
+    inner: int = 14336  # width of the output, of linear layers; of an expert
+    activations: Sequence[str] = ("swiglu",)  # of linear layers; "": none
+    drafts: Sequence[int] = (4,)  # of a sequence, of speculative_accept
     experts: int = 8
     experts_per_token: int = 2
     expert_formats: Sequence[str] = ("",)  # of the experts' weights; "": the dtype
-    tokens: int = 0  # of moe, at most; 0: those of the largest batch
+    tokens: int = 0  # of linear layers and moe, at most; 0: those of the largest batch
     backward: bool = False  # gradients too
 
     def __post_init__(self) -> None:
         for name in ("head_dims", "dtypes", "batches", "seqs", "causal", "widths", "page_sizes", "cache_formats",
-                     "expert_formats"):  # fmt: skip
+                     "activations", "drafts", "expert_formats"):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, str) or not isinstance(value, Sequence):
                 raise TypeError(f"{name}={value!r} must be a list or a tuple")
-        for name in ("head_dims", "batches", "seqs", "widths", "page_sizes"):
+        for name in ("head_dims", "batches", "seqs", "widths", "page_sizes", "drafts"):
             for value in getattr(self, name):
                 if not isinstance(value, int) or value < 1:
                     raise ValueError(f"{name}={list(getattr(self, name))}: {value!r} is not a positive whole number")
@@ -100,8 +110,8 @@ def wanted(ops: Sequence[str], sizes: Sizes | None = None) -> list[Work]:
 
 def of_model(config: Path, sizes: Sizes | None = None) -> list[Work]:
     """The calls of a decoder-only transformer, read from its Hugging Face config.json: prefill, decode, the cache,
-    norms, RoPE, activation, experts and sampling; with `backward` gradients and the loss. Of `sizes` are pages, formats
-    and the largest batch and length: smaller ones are prepared for too."""
+    norms, RoPE, activation, linear layers with a norm or an activation, experts and sampling; with `backward` gradients
+    and the loss. Of `sizes` are pages, formats and the largest batch and length: smaller ones are prepared for too."""
     try:
         read = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -135,6 +145,13 @@ def of_model(config: Path, sizes: Sizes | None = None) -> list[Work]:
     for inner in (read["intermediate_size"], read.get("shared_expert_intermediate_size")):
         if act in ACTIVATIONS and inner:
             works.append(Rows(ACTIVATIONS[act], 2 * inner, dtype, backward=own.backward, exact=act == "gelu"))
+            name = "geglu_exact" if act == "gelu" else ACTIVATIONS[act]
+            works += _projections(Projection(1, inner, width, dtype, name), own)
+            if norm == "rms_norm":
+                works += _projections(Projection(1, inner, width, dtype, name, normed=True), own)
+    if norm == "rms_norm":  # queries, keys and values by one product
+        together = (heads + 2 * own.kv_heads) * head_dim
+        works += _projections(Projection(1, together, width, dtype, normed=True), own)
     if str(read.get("model_type")).startswith(NORMED_HEADS):
         works.append(Rows(norm, head_dim, dtype, backward=own.backward))
     if experts := read.get("num_experts") or read.get("num_local_experts"):
@@ -192,6 +209,16 @@ def _calls(op: str, sizes: Sizes) -> Iterator[Work]:
         for vocab, dtype, batch in itertools.product(sizes.widths, _wide(sizes), counts(max(sizes.batches))):
             for how in SAMPLED:
                 yield replace(how, vocab=vocab, dtype=dtype, batch=batch)
+    elif op == "speculative_accept":
+        for vocab, dtype, batch, drafts in itertools.product(
+            sizes.widths, _wide(sizes), counts(max(sizes.batches)), sizes.drafts
+        ):
+            for accepted in ACCEPTED:
+                yield replace(accepted, vocab=vocab, dtype=dtype, batch=batch, drafts=drafts)
+    elif op in ("linear", "norm_linear"):
+        for dtype, name in itertools.product(_wide(sizes), sizes.activations):
+            model = Projection(1, sizes.inner, sizes.hidden, dtype, name, normed=op == "norm_linear")
+            yield from _projections(model, sizes)
     elif op.endswith("cross_entropy"):
         for vocab, dtype in itertools.product(sizes.widths, _wide(sizes)):
             yield Loss(vocab, sizes.hidden if op.startswith("linear") else 0, dtype, backward=sizes.backward)
@@ -231,6 +258,12 @@ def _decode(sizes: Sizes) -> Iterator[DecodeProblem]:
                 context=pages * page, page_size=page, row_bits=2 * form.bits(dim), dtype=dtype, format=form.name,
                 scales="token" if form.quantised else "", window=sizes.window, softcap=sizes.softcap, sinks=sizes.sinks,
             )  # fmt: skip
+
+
+def _projections(model: Projection, sizes: Sizes) -> Iterator[Projection]:
+    """A linear layer at every number of rows."""
+    for rows in counts(sizes.tokens or max(sizes.batches) * max(sizes.seqs)):
+        yield replace(model, rows=rows, backward=sizes.backward)
 
 
 def _layers(model: Experts, sizes: Sizes) -> Iterator[Work]:

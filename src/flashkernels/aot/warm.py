@@ -32,12 +32,13 @@ def warmup(*work: Work | str, device: int | str | torch.device | None = None, **
 
     Args:
         work: problems (`AttentionProblem`, `BackwardProblem`, `DecodeProblem`, or `Rows`, `Rotation`, `Appending`,
-            `Sampling`, `Loss`, `Experts` of aot.work), or names of ops: attention, attention_backward,
-            attention_varlen, attention_paged, decode, append, rope, rms_norm, layer_norm, swiglu, geglu, relu2_glu,
-            gelu, softmax, log_softmax, sample, cross_entropy, linear_cross_entropy, moe.
+            `Sampling`, `Accepting`, `Loss`, `Projection`, `Experts` of aot.work), or names of ops: attention,
+            attention_backward, attention_varlen, attention_paged, decode, append, rope, rms_norm, layer_norm, swiglu,
+            geglu, relu2_glu, gelu, softmax, log_softmax, linear, norm_linear, sample, speculative_accept,
+            cross_entropy, linear_cross_entropy, moe.
         device: the CUDA device; default: the current one.
         sizes: of the ops that were named, fields of `aot.wanted.Sizes`: head_dims, heads, kv_heads, dtypes, batches,
-            seqs, causal, window, widths, page_sizes, hidden, inner, experts, experts_per_token, tokens, ...
+            seqs, causal, window, widths, page_sizes, hidden, inner, activations, drafts, experts, tokens, ...
 
     Returns:
         A `Warmed`. What is compiled goes into FLASHKERNELS_CACHE, so the next process only loads it. In strict mode

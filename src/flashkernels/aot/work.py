@@ -16,7 +16,8 @@ from torch import Tensor
 
 from flashkernels.aot.blank import ROWS, Recipe, empty
 from flashkernels.aot.experts import Experts, expert_recipes
-from flashkernels.aot.vocabulary import Loss, Sampling, loss_recipes, sampling_recipes
+from flashkernels.aot.projections import Projection, projection_recipes
+from flashkernels.aot.vocabulary import Accepting, Loss, Sampling, accepting_recipes, loss_recipes, sampling_recipes
 from flashkernels.attention import api as attention
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.tensors import Given, Tensors, empty_output, lse_shape
@@ -89,7 +90,8 @@ class Appending:
 
 
 Work = (
-    AttentionProblem | BackwardProblem | DecodeProblem | Rows | Rotation | Appending | Sampling | Loss | Experts
+    AttentionProblem | BackwardProblem | DecodeProblem | Rows | Rotation | Appending | Sampling | Accepting | Loss
+    | Projection | Experts
 )  # fmt: skip
 ROW_OPS = ("rms_norm", "layer_norm", *GLU, "gelu", "softmax", "log_softmax")
 
@@ -276,5 +278,6 @@ def _appending(work: Appending, gpu: Gpu) -> list[Recipe]:
 
 RECIPES: dict[type, Callable[..., list[Recipe]]] = {
     AttentionProblem: _attention, BackwardProblem: _backward, DecodeProblem: _decode, Rows: _rows, Rotation: _rotation,
-    Appending: _appending, Sampling: sampling_recipes, Loss: loss_recipes, Experts: expert_recipes,
+    Appending: _appending, Sampling: sampling_recipes, Accepting: accepting_recipes, Loss: loss_recipes,
+    Projection: projection_recipes, Experts: expert_recipes,
 }  # fmt: skip

@@ -65,6 +65,14 @@ def contests(device: str) -> Iterator[Contest]:
         a, b = x.chunk(2, -1)
         return x * wide_cos + torch.cat((-b, a), -1) * wide_sin
 
+    drafts = torch.zeros(4, 3, dtype=torch.int64, device=device)
+
+    def accepted(logits: torch.Tensor) -> torch.Tensor:
+        """Greedily: the target's tokens up to the first that the draft has not."""
+        best = logits.argmax(-1)
+        count = (best[:, :-1] == drafts).long().cumprod(1).sum(1)
+        return torch.where(torch.arange(4, device=device) <= count[:, None], best, -1)
+
     rows: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "rms_norm": (lambda: fk.rms_norm(x, weight), lambda: F.rms_norm(x, (1024,), weight, 1e-6)),
         "layer_norm": (lambda: fk.layer_norm(x, weight, bias), lambda: F.layer_norm(x, (1024,), weight, bias)),
@@ -74,8 +82,24 @@ def contests(device: str) -> Iterator[Contest]:
         "rope": (lambda: fk.rope(q, k, cos, sin), lambda: (turned(q), turned(k))),
     }
     name = select(norm.IMPLS, row_problem("rms_norm", x, 2), gpu).name  # all of them have the same two
+    targets = torch.arange(16, device=device)
+    rows |= {
+        "cross_entropy": (
+            lambda: fk.fused.cross_entropy(x, targets, reduction="none"),
+            lambda: F.cross_entropy(x.float(), targets, reduction="none"),
+        ),
+        "sample": (lambda: fk.fused.sample(x, temperature=0.0, seeds=0).ids, lambda: x.argmax(-1)),
+        "speculative_accept": (
+            lambda: fk.fused.speculative_accept(drafts, target_logits=x.view(4, 4, 1024), temperature=0.0, seeds=0).ids,
+            lambda: accepted(x.view(4, 4, 1024)),
+        ),
+    }
     for op, (mine, theirs) in rows.items():
         yield Contest(op, name, mine, theirs)
+    wide = torch.randn(512, 1024, device=device, dtype=dtype)
+    for name in ("triton", "matmul") if gpu else ("torch",):
+        product = functools.partial(fk.fused.linear, x, wide, activation="gelu", impl=name)
+        yield Contest("linear", name, product, lambda: F.gelu(F.linear(x, wide)))
 
 
 def costs(device: str) -> list[Cost]:

@@ -16,6 +16,7 @@ from flashkernels.fused.rows import (
     check_choice,
     check_rows,
     gpu_of,
+    like,
     needs_triton,
     row_problem,
 )
@@ -121,7 +122,7 @@ forward, _backward = Plans(_plan), Plans(_plan_backward)
 
 def empty(x: Tensor, packed: bool) -> Tensor:
     """The output, to be filled, contiguous."""
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2)) if packed else x.new_empty(x.shape)
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2)) if packed else like(x)
 
 
 # --- the `torch` implementation

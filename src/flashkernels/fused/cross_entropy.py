@@ -118,7 +118,7 @@ def linear_cross_entropy(
     """
     loss = _loss(ignore_index, label_smoothing, z_loss, reduction, softcap, impl)
     check_rows("x", x)
-    x, weight, bias = lowered(x), lowered(weight), lowered(bias)
+    x, weight, bias = lowered(x, weight, bias)
     check_weight(x, weight, bias)
     check_targets(targets, x, "x")
     need_x, need_weight, need_bias = (

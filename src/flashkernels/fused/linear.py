@@ -13,7 +13,7 @@ from flashkernels.dispatch import Impl, lacks_triton, leaves_the_cpu, select
 from flashkernels.fused.activation import Activation, activated, activation_backward_op
 from flashkernels.fused.norm import NUMERICS, accumulator, check_eps, check_vector, norm_backward_op, norm_op
 from flashkernels.fused.problem import ACTIVATIONS, LinearProblem
-from flashkernels.fused.rows import DTYPES, Plans, Run, check_choice, check_rows, gpu_of, nothing
+from flashkernels.fused.rows import DTYPES, Plans, Run, check_choice, check_rows, gpu_of, nothing, registered
 from flashkernels.fused.triton.linear_tiles import LinearTile, forced_tile
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import unwatched
@@ -24,6 +24,7 @@ from flashkernels.jit.eager import unwatched
 BOUND_BY_COMPUTE, BOUND_BY_MEMORY = 0.94, 1.0
 REACHED = 0.7  # of the data sheet's peak, by cuBLAS
 LAUNCH = 3e-6  # seconds that one more kernel costs
+NAMES = (None, *ACTIVATIONS)
 FOLDED_ROWS = 64  # the most for which a norm inside the product is expected to be faster than one before it
 
 
@@ -102,11 +103,11 @@ class Linear(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What an implementation returns; an empty tensor stands for what the call does not have."""
+    """What an implementation returns; None for what the call does not have."""
 
     out: Tensor
-    pre: Tensor  # before the activation, (..., N), the gate first
-    rstd: Tensor  # of the norm, fp32, one for each row
+    pre: Tensor | None  # before the activation, (..., N), the gate first
+    rstd: Tensor | None  # of the norm, fp32, one for each row
 
 
 def linear(
@@ -136,7 +137,7 @@ def linear(
     >>> fk.fused.linear(x, weight, activation="swiglu").shape
     torch.Size([2, 5, 96])
     """
-    return _call(x, None, weight, bias, Linear(_name(activation), interleaved, False, 0.0, False, False, impl))
+    return _call(x, None, weight, bias, (_name(activation), interleaved, False, 0.0, False), impl)
 
 
 def norm_linear(
@@ -165,30 +166,33 @@ def norm_linear(
     True
     """
     check_choice("numerics", numerics, NUMERICS)
-    call = Linear(_name(activation), interleaved, True, eps, numerics == "hf", False, impl)
-    return _call(x, norm_weight, weight, bias, call)
+    return _call(x, norm_weight, weight, bias, (_name(activation), interleaved, True, eps, numerics == "hf"), impl)
 
 
 def _name(activation: str | None) -> str:
-    check_choice("activation", activation, (None, *ACTIVATIONS))
+    check_choice("activation", activation, NAMES)
     return activation or ""
 
 
-def _call(x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None, call: Linear) -> Tensor:
-    tensors = (lowered(x), norm_weight, lowered(weight), lowered(bias))
+def _call(
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None,
+    settings: tuple[str, bool, bool, float, bool], impl: str,
+) -> Tensor:  # fmt: skip
+    x, weight, bias = lowered(x, weight, bias)
+    tensors = (x, norm_weight, weight, bias)
     if unwatched(tensors):
-        return forward(tensors, call._replace(tile=forced_tile()))[0]
-    _check(*tensors, call)  # the same errors as eager
+        return forward(tensors, Linear(*settings, False, impl, forced_tile()))[0]
+    _check(*tensors, Linear(*settings, False, impl))  # the same errors as eager
     saved = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in tensors)
-    return linear_op(*tensors, *call._replace(saved=saved)[:-1])[0]
+    return linear_op(*tensors, *settings, saved, impl)[0]
 
 
-def lowered(x: Any) -> Any:
+def lowered(x: Any, *others: Any) -> tuple[Any, ...]:
     """Under autocast, tensors of a product take its 16-bit type, as those of torch's own do."""
-    castable = (torch.float32, torch.float16, torch.bfloat16)
-    if not isinstance(x, Tensor) or x.dtype not in castable or not torch.is_autocast_enabled(x.device.type):
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
+    if not isinstance(x, Tensor) or not torch.is_autocast_enabled(x.device.type):
+        return (x, *others)
+    castable, dtype = (torch.float32, torch.float16, torch.bfloat16), torch.get_autocast_dtype(x.device.type)
+    return tuple([y.to(dtype) if isinstance(y, Tensor) and y.dtype in castable else y for y in (x, *others)])
 
 
 def _check(x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None, call: Linear) -> None:
@@ -246,8 +250,8 @@ def empty(x: Tensor, weight: Tensor, call: Linear) -> Product:
     gated = bool(call.activation) and ACTIVATIONS[call.activation][1]
     return Product(
         out=x.new_empty((*rows, n // 2 if gated else n)),
-        pre=x.new_empty((*rows, n)) if call.saved and call.activation else nothing(x),
-        rstd=x.new_empty(rows if call.saved and call.normed else 0, dtype=accumulator(x)),
+        pre=x.new_empty((*rows, n)) if call.saved and call.activation else None,
+        rstd=x.new_empty(rows, dtype=accumulator(x)) if call.saved and call.normed else None,
     )
 
 
@@ -282,11 +286,11 @@ def forward_plan(problem: LinearProblem, gpu: Gpu | None, tensors: tuple[Any, ..
             wide = wide.to(x.dtype).to(wide.dtype) if call.rounded else wide
             wide = wide if norm_weight is None else wide * norm_weight
             wide = wide.to(x.dtype).to(wide.dtype)
-            if call.saved:
+            if found.rstd is not None:
                 found.rstd.copy_(rstd)
         y = wide @ weight.to(wide.dtype).T
         y = packed(y if bias is None else y + bias, call)
-        if call.saved and call.activation:
+        if found.pre is not None:
             found.pre.copy_(y)
         if problem.gated:
             gate, up = y.chunk(2, -1)
@@ -308,7 +312,7 @@ def linear_op(
     normed: bool, eps: float, rounded: bool, saved: bool, impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     call = Linear(activation, interleaved, normed, eps, rounded, saved, impl, forced_tile())
-    return tuple(forward((x, norm_weight, weight, bias), call))
+    return registered(forward((x, norm_weight, weight, bias), call), x)
 
 
 @linear_op.register_fake
@@ -316,7 +320,7 @@ def _fake(
     x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None, activation: str, interleaved: bool,
     normed: bool, eps: float, rounded: bool, saved: bool, impl: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return tuple(empty(x, weight, Linear(activation, interleaved, normed, eps, rounded, saved, impl)))
+    return registered(empty(x, weight, Linear(activation, interleaved, normed, eps, rounded, saved, impl)), x)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from flashkernels.fused.activation import Activation, forward as activate
 from flashkernels.fused.linear import Linear, Product, as_matrix, forward as multiply, packed
-from flashkernels.fused.norm import Norm, accumulator, forward as normalise
+from flashkernels.fused.norm import Norm, forward as normalise
 from flashkernels.fused.problem import LinearProblem
-from flashkernels.fused.rows import Run, nothing
+from flashkernels.fused.rows import Run
 from flashkernels.hardware import Gpu
 
 
@@ -24,13 +24,12 @@ def _product(problem: LinearProblem, call: Linear) -> Run:
     after = Activation(problem.kind, problem.gated, "auto")
 
     def run(x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None) -> Product:
-        rows = as_matrix(x)
-        y = rows @ weight.T if bias is None else torch.addmm(bias, rows, weight.T)
-        y = packed(y, call).view(*x.shape[:-1], weight.shape[0])
-        none = x.new_empty(0, dtype=accumulator(x))
+        flat = x.dim() == 2  # of more dimensions, torch may round before it adds the bias
+        y = packed(linear(x if flat else as_matrix(x), weight, bias), call)
+        y = y if flat else y.view(*x.shape[:-1], weight.shape[0])
         if not call.activation:
-            return Product(y, nothing(x), none)
-        return Product(activate((y,), after), y if call.saved else nothing(x), none)
+            return Product(y, None, None)
+        return Product(activate((y,), after), y if call.saved else None, None)
 
     return run
 

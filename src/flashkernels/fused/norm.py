@@ -18,8 +18,10 @@ from flashkernels.fused.rows import (
     check_number,
     check_rows,
     gpu_of,
+    like,
     needs_triton,
     nothing,
+    registered,
     row_problem,
 )
 from flashkernels.hardware import Gpu
@@ -47,13 +49,13 @@ class Norm(NamedTuple):
 
 
 class Normed(NamedTuple):
-    """What an implementation returns; an empty tensor stands for what the call does not have."""
+    """What an implementation returns; None for what the call does not have."""
 
     out: Tensor
-    total: Tensor  # x + residual
-    scale: Tensor  # of quantised rows, fp32
-    mean: Tensor  # fp32, like scale one for each row
-    rstd: Tensor  # 1 / sqrt(variance + eps)
+    total: Tensor | None  # x + residual
+    scale: Tensor | None  # of quantised rows, fp32
+    mean: Tensor | None  # fp32, like scale one for each row
+    rstd: Tensor | None  # 1 / sqrt(variance + eps)
 
 
 def rms_norm(
@@ -175,13 +177,12 @@ forward, _backward = Plans(_plan), Plans(_plan_backward)
 def empty(call: Norm, x: Tensor, residual: Tensor | None) -> Normed:
     """The outputs of a call, to be filled; all are contiguous."""
     rows, wide = x.shape[:-1], accumulator(x)
-    dtype = QUANTISE[call.quantise][0] if call.quantise else x.dtype
     return Normed(
-        out=x.new_empty(x.shape, dtype=dtype),
-        total=nothing(x) if residual is None else x.new_empty(x.shape),
-        scale=x.new_empty(rows if call.quantise else 0, dtype=torch.float32),
-        mean=x.new_empty(rows if call.stats and call.centred else 0, dtype=wide),
-        rstd=x.new_empty(rows if call.stats else 0, dtype=wide),
+        out=x.new_empty(x.shape, dtype=QUANTISE[call.quantise][0]) if call.quantise else like(x),
+        total=None if residual is None else like(x),
+        scale=x.new_empty(rows, dtype=torch.float32) if call.quantise else None,
+        mean=x.new_empty(rows, dtype=wide) if call.stats and call.centred else None,
+        rstd=x.new_empty(rows, dtype=wide) if call.stats else None,
     )
 
 
@@ -195,11 +196,11 @@ def accumulator(x: Tensor) -> torch.dtype:
 def forward_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Norm) -> Run:
     def run(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Normed:
         found = empty(call, x, residual)
-        total = x if residual is None else found.total.copy_(x + residual)
+        total = x if residual is None or found.total is None else found.total.copy_(x + residual)
         wide = total.to(accumulator(x))
         mean = wide.mean(-1) if call.centred else torch.zeros_like(wide[..., 0]) if problem.width else None
         if mean is None:
-            return found._replace(scale=torch.ones_like(found.scale))
+            return found if found.scale is None else found._replace(scale=torch.ones_like(found.scale))
         rstd = torch.rsqrt((wide - mean[..., None]).square().mean(-1) + call.eps)
         y = (wide - mean[..., None]) * rstd[..., None]
         if call.rounded:
@@ -208,11 +209,11 @@ def forward_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...],
             y = y * weight
         if bias is not None:
             y = y + bias
-        if call.stats:
+        if found.rstd is not None:
             found.rstd.copy_(rstd)
-            if call.centred:
-                found.mean.copy_(mean)
-        if not call.quantise:
+        if found.mean is not None:
+            found.mean.copy_(mean)
+        if found.scale is None:
             found.out.copy_(y)
             return found
         if call.rounded:
@@ -256,7 +257,7 @@ def norm_op(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, centred: bool, eps: float,
     rounded: bool, quantise: str, impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return tuple(forward((x, weight, bias, residual), Norm(centred, eps, rounded, quantise, True, impl)))
+    return registered(forward((x, weight, bias, residual), Norm(centred, eps, rounded, quantise, True, impl)), x)
 
 
 @norm_op.register_fake
@@ -264,7 +265,7 @@ def _fake(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, centred: bool, eps: float,
     rounded: bool, quantise: str, impl: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return tuple(empty(Norm(centred, eps, rounded, quantise, True, impl), x, residual))
+    return registered(empty(Norm(centred, eps, rounded, quantise, True, impl), x, residual), x)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

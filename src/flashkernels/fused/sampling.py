@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -125,7 +126,7 @@ def sample(
     """
     _check_logits(logits)
     given = (temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty)
-    settings = tuple(x if isinstance(x, Tensor) else None for x in given)
+    settings = tuple([x if isinstance(x, Tensor) else None for x in given])
     if seeds is None:
         seeds = torch.randint(2**63 - 1, (logits.shape[0],), dtype=torch.int64, device=logits.device)
     seed_rows = seeds if isinstance(seeds, Tensor) else None
@@ -152,9 +153,25 @@ RANGES = {"temperature": (0.0, None), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
 
 def _numbers(given: tuple[Any, ...], seeds: int | Tensor, offsets: int | Tensor) -> Numbers:
     """The settings that are numbers, checked; a tensor's is one that changes nothing."""
+    numbers = [Tensor if isinstance(x, Tensor) else x for x in given]
+    try:
+        found = _checked(*numbers) if torch.compiler.is_compiling() else _known(*numbers)
+    except TypeError:
+        found = _checked(*numbers)  # it names what has no hash, and what is no number
+    for name, value in (("seeds", seeds), ("offsets", offsets)):
+        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, Tensor)):
+            raise TypeError(f"{name}={value!r} must be a whole number or a tensor, got {type(value).__name__}")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"{name}={value} does not fit 64 bits")
+    seed, offset = (0 if isinstance(x, Tensor) else x for x in (seeds, offsets))
+    return Numbers(*found, seed, offset)
+
+
+def _checked(*numbers: Any) -> tuple[float, int, float, float, float, float, float]:
+    """Settings as `Numbers` has them; `Tensor` stands for one."""
     found: list[float] = []
-    for name, value in zip(NAMES, given, strict=True):
-        if isinstance(value, Tensor):
+    for name, value in zip(NAMES, numbers, strict=True):
+        if value is Tensor:
             found.append(1 if name in ("temperature", "top_p", "repetition_penalty") else 0)
             continue
         check_number(name, value)
@@ -164,18 +181,16 @@ def _numbers(given: tuple[Any, ...], seeds: int | Tensor, offsets: int | Tensor)
         if name == "repetition_penalty" and value <= 0:
             raise ValueError(f"repetition_penalty={value} must be above 0")
         found.append(value)
-    k = given[1]
-    if not isinstance(k, (int, torch.SymInt, Tensor)):
+    k: Any = numbers[1]
+    given = k is not Tensor
+    if given and not isinstance(k, (int, torch.SymInt)):
         raise TypeError(f"top_k={k!r} must be a whole number or a tensor, got {type(k).__name__}")
-    for name, value in (("seeds", seeds), ("offsets", offsets)):
-        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, Tensor)):
-            raise TypeError(f"{name}={value!r} must be a whole number or a tensor, got {type(value).__name__}")
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ValueError(f"{name}={value} does not fit 64 bits")
     heat, _, share, least, repetition, presence, frequency = (float(x) for x in found)
-    chosen = 0 if isinstance(k, Tensor) else int(min(max(k, 0), MOST_TOKENS))
-    seed, offset = (0 if isinstance(x, Tensor) else x for x in (seeds, offsets))
-    return Numbers(heat, chosen, share, least, repetition, presence, frequency, seed, offset)
+    chosen = int(min(max(k, 0), MOST_TOKENS)) if given else 0
+    return heat, chosen, share, least, repetition, presence, frequency
+
+
+_known = functools.lru_cache(maxsize=1024, typed=True)(_checked)  # 1, 1.0 and True are not equally valid
 
 
 def room(numbers: Numbers, settings: tuple[Tensor | None, ...], top_n: int) -> int:
@@ -251,6 +266,10 @@ def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
     _check(*tensors)
     problem, gpu = row_problem("sample", tensors[0], 1), gpu_of(tensors[0])
     prepared = select(IMPLS, problem, gpu, call.impl).load().plan(problem, gpu, tensors, call)
+
+    counts, settings = tensors[2], tensors[3:]
+    if (counts is None or counts.stride(1) == 1) and all(x is None or x.is_contiguous() for x in settings):
+        return prepared
 
     def run(logits: Tensor, previous: Tensor | None, counts: Tensor | None, *settings: Tensor | None) -> Any:
         beside = None if counts is None or counts.stride(1) == 1 else counts.contiguous()

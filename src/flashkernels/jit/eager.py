@@ -24,7 +24,7 @@ def watched() -> Iterator[None]:
 
 
 def unwatched(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether these are plain tensors that neither compile, autograd, a dispatch mode, a transform nor a profiler
+    """Whether these are plain dense tensors that neither compile, autograd, a dispatch mode, a transform nor a profiler
     follows."""
     if torch.compiler.is_compiling() or _watchers:
         return False
@@ -34,6 +34,6 @@ def unwatched(tensors: Iterable[Tensor | None]) -> bool:
             continue
         if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
             return False
-        if x.is_meta or (grad and x.requires_grad):
+        if x.is_meta or (grad and x.requires_grad) or x.layout is not torch.strided:
             return False
     return not is_in_torch_dispatch_mode() and torch._C._functorch.maybe_current_level() is None

@@ -96,8 +96,8 @@ class Direct:
             (f["swizzle"], f["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[f["elem_type"]], f["block_size"]) for f in formats
         ]
         run = compiled.run
-        self.head = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None)
-        self.metadata = (compiled.packed_metadata, None, None, None)
+        flags = (run.launch_cooperative_grid, run.launch_pdl, None, None)
+        self.head = (compiled.function, *flags, compiled.packed_metadata, None, None, None)
         self.maps: dict[tuple[int, int], Any] = {}
 
     @staticmethod
@@ -122,6 +122,10 @@ class Direct:
     def __call__(
         self, grid: int, stream: int, tensors: tuple[Any, ...], numbers: tuple[Any, ...], constants: Any
     ) -> None:
+        args = self._described(tensors) if self.formats else [None if x is None else x.data_ptr() for x in tensors]
+        self.launch(grid, 1, 1, stream, *self.head, *args, *numbers, *constants)
+
+    def _described(self, tensors: tuple[Any, ...]) -> list[Any]:
         args: list[Any] = []
         described = 0
         for x in tensors:
@@ -134,7 +138,7 @@ class Direct:
                 described += 1
             else:
                 args.append(x.data_ptr())
-        self.launch(grid, 1, 1, stream, *self.head, *self.metadata, *args, *numbers, *constants)
+        return args
 
     def _map(self, index: int, x: Descriptor) -> Any:
         key = (index, x.base.data_ptr())

@@ -231,21 +231,26 @@ class Loaded:
     ) -> None:
         if self.numbers is None:
             self.numbers = self.layout.chosen(len(tensors), len(numbers))
+        # What is not None is a tensor, the address of one, or a Descriptor.
+        values = self._described(tensors) if self.formats else [x.data_ptr() for x in tensors if x is not None]
+        with self.lock:  # the driver copies the parameters before it returns
+            self.write(*values, *self.numbers(numbers), 0, 0)
+            self.kernel.start_with(grid, self.threads, stream, self.parameters)
+
+    def _described(self, tensors: tuple[Any, ...]) -> list[Any]:
         values: list[Any] = []
         described = 0
         for x in tensors:
             if x is None:
                 continue
-            if hasattr(x, "data_ptr"):  # a tensor, or only the address of one
+            if hasattr(x, "data_ptr"):
                 values.append(x.data_ptr())
-            else:  # a Descriptor
+            else:
                 values.append(self._map(described, x))
                 values += x.shape
                 values += x.strides
                 described += 1
-        with self.lock:  # the driver copies the parameters before it returns
-            self.write(*values, *self.numbers(numbers), 0, 0)
-            self.kernel.start_with(grid, self.threads, stream, self.parameters)
+        return values
 
     def _map(self, index: int, x: Any) -> bytes:
         key = (index, x.base.data_ptr(), *x.shape, *x.strides)

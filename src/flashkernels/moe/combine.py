@@ -105,9 +105,7 @@ forward, _backward = Plans(_plan), Plans(_plan_backward)
 
 
 def combine_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Combine) -> Run:
-    def run(
-        y: Tensor, weights: Tensor | None, shared: Tensor | None, permutation: Tensor, inverse: Tensor
-    ) -> Tensor:
+    def run(y: Tensor, weights: Tensor | None, shared: Tensor | None, permutation: Tensor, inverse: Tensor) -> Tensor:
         out = reference.combine(y if y.dim() == 2 else y.sum(0), weights, inverse)
         return (out if shared is None else out + reference.wide(shared)).to(call.dtype)
 

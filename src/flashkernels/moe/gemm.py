@@ -110,7 +110,7 @@ def grouped_gemm(
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
-    x, w = lowered(x), lowered(w)
+    x, w = lowered(x, w)
     call = _call(x, w, plan, gather, activation, interleaved, alpha, limit, out_dtype, impl)
     return product(x, w, plan, bias, row_weights, x_scale, call)
 

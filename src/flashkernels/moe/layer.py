@@ -77,7 +77,7 @@ def layer(
         raise TypeError(f"x must be a tensor of {', '.join(map(str, DTYPES))}, got {got}")
     lowers = torch.is_autocast_enabled(x.device.type)
     if lowers:
-        x, w_gate_up, w_down = lowered(x), lowered(w_gate_up), lowered(w_down)
+        x, w_gate_up, w_down = lowered(x, w_gate_up, w_down)
     if (routing is None) == (router_weight is None):
         raise ValueError("a layer takes either router_weight or routing")
     tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

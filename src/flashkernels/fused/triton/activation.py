@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashkernels.fused import activation
 from flashkernels.fused.activation import Activation, empty
-from flashkernels.fused.rows import RowProblem, Run, row_view
+from flashkernels.fused.rows import RowProblem, Run, like, row_view
 from flashkernels.fused.triton.blocks import Launch, piece, pieces, row_starts
 from flashkernels.hardware import Gpu
 
@@ -129,7 +129,7 @@ def backward_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...]
     numbers = (problem.rows, width, *views[0].numbers, *views[1].numbers)
 
     def run(grad: Tensor, x: Tensor) -> Tensor:
-        dx = x.new_empty(x.shape)
+        dx = like(x)
         if grid:
             launch(grid, (views[0].of(grad), views[1].of(x), dx), numbers)
         return dx

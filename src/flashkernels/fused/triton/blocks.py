@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashkernels.hardware import Gpu
-from flashkernels.jit.launch import Launcher, compile_options
+from flashkernels.jit.launch import Descriptor, Launcher, compile_options
 
 ELEMENTS = 2048  # of a program, where rows are short
 PER_THREAD = 16
@@ -77,7 +77,7 @@ class Launch:
         self.launcher = Launcher(kernel, constants, compile_options(warps, stages, 0))
         self.device = device.index
 
-    def __call__(self, grid: int, tensors: tuple[Tensor | None, ...], numbers: tuple[Any, ...]) -> None:
+    def __call__(self, grid: int, tensors: tuple[Tensor | Descriptor | None, ...], numbers: tuple[Any, ...]) -> None:
         if self.device is None or self.device == torch.cuda.current_device():
             self.launcher(grid, self.device, tensors, numbers)
         else:

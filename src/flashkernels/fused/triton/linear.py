@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,9 +13,10 @@ from flashkernels.fused.problem import LinearProblem
 from flashkernels.fused.rows import Run
 from flashkernels.fused.triton import linear_tiles as tiles
 from flashkernels.fused.triton.activation import activated
+from flashkernels.fused.triton.blocks import Launch
 from flashkernels.fused.triton.linear_tiles import LinearTile
 from flashkernels.hardware import GPUS, Gpu
-from flashkernels.jit.launch import Descriptor, Launcher, compile_options
+from flashkernels.jit.launch import Descriptor
 
 
 @triton.jit
@@ -218,6 +218,11 @@ def addressable(x: Tensor) -> bool:
     return x.numel() > 0 and x.stride(1) == 1 and aligned and x.stride(0) >= x.shape[1]
 
 
+def lies_in_rows(x: Tensor) -> bool:
+    """Whether x needs neither a copy nor another shape: one stride leads to every row."""
+    return x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1)
+
+
 def dense(x: Tensor) -> Tensor:
     """x as a matrix with contiguous rows."""
     x = as_matrix(x)
@@ -225,41 +230,37 @@ def dense(x: Tensor) -> Tensor:
 
 
 def forward_plan(problem: LinearProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Linear) -> Run:
+    as_they_are = all(lies_in_rows(y) for y in (tensors[0], tensors[2]))
     x, weight = dense(tensors[0]), dense(tensors[2])
     by_tma = addressable(x) and addressable(weight)
     tile = call.tile or tiles.choose(problem, gpu or GPUS["h200"], by_tma)
     by_tma = by_tma and tile.tma
     out_by_tma = by_tma and not tile.swap and problem.width * x.element_size() % 16 == 0
     fixed = constants(problem, tile, call, tile.persistent and by_tma)
-    launcher = Launcher(linear_kernel, fixed, compile_options(tile.warps, tile.stages, 0))
-    box = weight_box(problem, tile, call, weight.stride(0))
-    x_block = [tile.block_m, tile.block_k]
-    out_block = [tile.block_m, tiles.stored_columns(tile, problem)]
+    launch = Launch(linear_kernel, fixed, tile.warps, x.device, tile.stages)
+    weight_seen = weight_box(problem, tile, call, weight.stride(0))
+    x_seen = (problem.rows, problem.depth), (x.stride(0), 1), [tile.block_m, tile.block_k]
+    stored = [tile.block_m, tiles.stored_columns(tile, problem)]
+    out_seen = (problem.rows, problem.width), (problem.width, 1), stored
     tiles_m, tiles_n = -(-problem.rows // tile.block_m), -(-problem.width // tile.block_n)
     programs = min(tiles_m * tiles_n, gpu.sms) if tile.persistent and gpu else tiles_m * tiles_n
     numbers = (
         problem.rows, problem.width, problem.depth, tiles_m, tiles_n, programs, x.stride(0), weight.stride(0),
         float(call.eps),
     )  # fmt: skip
-    device = x.device.index
 
     def run(x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None) -> Product:
         found = empty(x, weight, call)
         if programs == 0:
             return found
-        x, weight, out = dense(x), dense(weight), found.out.view(problem.rows, problem.width)
-        norm_weight, bias = (None if y is None else y.contiguous() for y in (norm_weight, bias))
+        if not as_they_are:
+            x, weight = dense(x), dense(weight)
         arguments = (
-            x, Descriptor(x, tuple(x.shape), (x.stride(0), 1), x_block) if by_tma else None, norm_weight,
-            weight, Descriptor(weight, *box) if by_tma else None, bias,
-            out, Descriptor(out, tuple(out.shape), (problem.width, 1), out_block) if out_by_tma else None,
-            found.pre if found.pre.numel() else None, found.rstd if found.rstd.numel() else None,
+            x, Descriptor(x, *x_seen) if by_tma else None, None if norm_weight is None else norm_weight.contiguous(),
+            weight, Descriptor(weight, *weight_seen) if by_tma else None, None if bias is None else bias.contiguous(),
+            found.out, Descriptor(found.out, *out_seen) if out_by_tma else None, found.pre, found.rstd,
         )  # fmt: skip
-        if device is None or device == torch.cuda.current_device():
-            launcher(programs, device, arguments, numbers)
-        else:
-            with torch.cuda.device(device):
-                launcher(programs, device, arguments, numbers)
+        launch(programs, arguments, numbers)
         return found
 
     return run

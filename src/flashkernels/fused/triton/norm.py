@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashkernels.fused.norm import QUANTISE, Norm, NormBackward, Normed, empty
-from flashkernels.fused.rows import RowProblem, Run, nothing, row_view
+from flashkernels.fused.rows import RowProblem, Run, like, nothing, row_view
 from flashkernels.fused.triton.blocks import Blocks, Launch, blocks, resident, row_starts
 from flashkernels.hardware import Gpu
 
@@ -291,16 +291,9 @@ def forward_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...],
     def run(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Normed:
         found = empty(call, x, residual)
         if grid == 0:
-            return found._replace(scale=found.scale.fill_(1.0))
-        launch(
-            grid,
-            (
-                view.of(x), dense(weight), dense(bias), None if residual is None else other.of(residual), found.out,
-                found.total if residual is not None else None, found.scale if call.quantise else None,
-                found.mean if call.stats and call.centred else None, found.rstd if call.stats else None,
-            ),
-            numbers,
-        )  # fmt: skip
+            return found if found.scale is None else found._replace(scale=found.scale.fill_(1.0))
+        added = None if residual is None else other.of(residual)
+        launch(grid, (view.of(x), dense(weight), dense(bias), added, *found), numbers)
         return found
 
     return run
@@ -327,7 +320,7 @@ def backward_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...]
     def run(
         grad: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dx = x.new_empty(x.shape)
+        dx = like(x)
         dweight = rstd.new_empty(partials, problem.width) if call.need_weight else None
         dbias = rstd.new_empty(partials, problem.width) if call.need_bias else None
         if problem.width:

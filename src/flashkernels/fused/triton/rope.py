@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashkernels.fused.rope import Rope
-from flashkernels.fused.rows import RowProblem, Run
+from flashkernels.fused.rows import RowProblem, Run, like
 from flashkernels.fused.triton.blocks import ELEMENTS, PER_THREAD, Launch
 from flashkernels.hardware import Gpu
 
@@ -106,6 +106,7 @@ def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: R
     outs = [x if call.inplace else x.new_empty(x.shape) for x in (q, k)]
     ids = (0, 0) if position_ids is None else position_ids.expand(batch, seq).stride()
     views = [dense(x) for x in (q, k, cos, sin)]
+    as_they_are = all(view is x for view, x in zip(views, (q, k, cos, sin), strict=True))
     numbers = (
         seq, cos.shape[0], blocks, q_heads, k_heads, *views[0].stride()[:3], *views[1].stride()[:3],
         *(step for x in (views if call.inplace else outs)[:2] for step in x.stride()[:3]),
@@ -113,10 +114,12 @@ def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: R
     )  # fmt: skip
 
     def run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        q_in, k_in = dense(q), dense(k)
-        q_out, k_out = (q_in, k_in) if call.inplace else (q.new_empty(q.shape), k.new_empty(k.shape))
+        q_in, k_in = q, k
+        if not as_they_are:
+            q_in, k_in, cos, sin = dense(q), dense(k), dense(cos), dense(sin)
+        q_out, k_out = (q_in, k_in) if call.inplace else (like(q), like(k))
         if grid:
-            launch(grid, (q_in, k_in, dense(cos), dense(sin), position_ids, q_out, k_out), numbers)
+            launch(grid, (q_in, k_in, cos, sin, position_ids, q_out, k_out), numbers)
         if call.inplace:
             for x, y in ((q, q_out), (k, k_out)):
                 if x is not y:  # its last dimension is not contiguous

@@ -439,13 +439,13 @@ class Scan:
 
     def __call__(
         self, logits: Tensor, counts: Tensor | None, settings: tuple[Tensor | None, ...], numbers: tuple[float, ...]
-    ) -> Tensor:
-        """(2, rows, segments): maxima and sums. `settings` and `numbers` are temperature, repetition, presence and
+    ) -> tuple[Tensor, Tensor]:
+        """(rows, segments) each: maxima and sums. `settings` and `numbers` are temperature, repetition, presence and
         frequency."""
-        found = torch.empty((2, self.rows, self.segments), dtype=torch.float32, device=logits.device)
+        tops, sums = (logits.new_empty((self.rows, self.segments), dtype=torch.float32) for _ in range(2))
         sizes = (self.width, self.segments, self.blocks, logits.stride(0), 0 if counts is None else counts.stride(0))
-        self.launch(self.rows * self.blocks, (logits, counts, *settings, found[0], found[1]), (*sizes, *numbers))
-        return found
+        self.launch(self.rows * self.blocks, (logits, counts, *settings, tops, sums), (*sizes, *numbers))
+        return tops, sums
 
 
 def finish_constants(width: int, capacity: int, top_n: int) -> dict[str, Any]:
@@ -467,6 +467,7 @@ def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: S
     finish = Launch(finish_kernel, fixed, FINISH_WARPS, logits.device)
     search = Launch(search_kernel, fixed | {"WALK": WALK}, SEARCH_WARPS, logits.device)
     copied = logits.stride(1) != 1 and width > 1
+    searched = bool(call.top_n) or any(x is not None for x in tensors[5:9])  # else the numbers decide
 
     def run(
         logits: Tensor, previous: Tensor | None, counts: Tensor | None, seeds: Tensor | None, offsets: Tensor | None,
@@ -496,7 +497,7 @@ def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: S
                 *changes[1:],
             )  # fmt: skip
             finish(rows, given, (*sizes, *values))
-            if call.top_n or any(x is not None for x in settings[:4]) or not numbers.cut_nothing(width):
+            if searched or not numbers.cut_nothing(width):
                 search(rows, given, (*sizes, *values))
             return out
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashkernels.fused.rows import RowProblem, Run, row_view
+from flashkernels.fused.rows import RowProblem, Run, like, row_view
 from flashkernels.fused.softmax import Softmax
 from flashkernels.fused.triton.blocks import Launch, blocks, row_starts
 from flashkernels.hardware import Gpu
@@ -113,7 +113,7 @@ def forward_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...],
     numbers = (problem.rows, problem.width, *view.numbers)
 
     def run(x: Tensor) -> Tensor:
-        out = x.new_empty(x.shape)
+        out = like(x)
         if grid:
             launch(grid, (view.of(x), out), numbers)
         return out
@@ -129,7 +129,7 @@ def backward_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...]
     numbers = (problem.rows, problem.width, *views[0].numbers, *views[1].numbers)
 
     def run(grad: Tensor, y: Tensor) -> Tensor:
-        dx = y.new_empty(y.shape)
+        dx = like(y)
         if grid:
             launch(grid, (views[0].of(grad), views[1].of(y), dx), numbers)
         return dx

@@ -86,9 +86,7 @@ def combine_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...],
     launch = Launch(combine_kernel, fixed, block.warps, y.device)
     launched_early(launch.launcher, starts_early(gpu))
 
-    def run(
-        y: Tensor, weights: Tensor | None, shared: Tensor | None, permutation: Tensor, inverse: Tensor
-    ) -> Tensor:
+    def run(y: Tensor, weights: Tensor | None, shared: Tensor | None, permutation: Tensor, inverse: Tensor) -> Tensor:
         out = y.new_empty((tokens, problem.width), dtype=call.dtype)
         if grid:
             y = y.contiguous()
