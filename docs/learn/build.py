@@ -254,7 +254,7 @@ def _when(meta: dict[str, Any]) -> str:
 
 
 def markdown(text: str, link: Any) -> str:
-    """HTML of a page: links through `link`, code coloured, tables in boxes that scroll."""
+    """HTML of a page: links through `link`, code coloured, tables in boxes that scroll, `- [ ]` as boxes to tick."""
     parser = MarkdownIt("commonmark", {"html": True, "highlight": lambda code, name, _: coloured(code, name)})
     parser.add_render_rule("table_open", lambda *_: '<div class="wide"><table>\n')
     parser.add_render_rule("table_close", lambda *_: "</table></div>\n")
@@ -263,7 +263,8 @@ def markdown(text: str, link: Any) -> str:
         for child in token.children or []:
             if child.type == "link_open":
                 child.attrSet("href", link(str(child.attrGet("href"))))
-    return parser.renderer.render(tokens, parser.options, {})
+    page = parser.renderer.render(tokens, parser.options, {})
+    return re.sub(r"<li>(\s*<p>)?\[ \] ", r'<li class="open">\1', page)
 
 
 def coloured(text: str, name: str) -> str:

@@ -100,12 +100,21 @@ def measure(cases: Iterable[Case]) -> list[Measured]:
     return found
 
 
+def _turn() -> None:
+    """Waits until no other lesson measures, where `measure.py` runs several; the turn ends with this process."""
+    if path := os.environ.get("LESSON_TURN"):
+        import fcntl
+
+        fcntl.flock(os.open(path, os.O_RDWR), fcntl.LOCK_EX)
+
+
 def main(file: str, cases: Callable[[], Iterable[Case]]) -> None:
     """The command line of a lesson: checks, times, prints, and writes JSON where asked to."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurement there")
     into: Path | None = parser.parse_args().json
     gpu = detect() if GPU else None
+    _turn()
     rows = measure(cases())
     name = str(Path(file).resolve().relative_to(HERE).with_suffix(""))
     print(f"{name} on {gpu.name if gpu else 'the CPU, interpreted or emulated: the times mean nothing'}")

@@ -56,6 +56,19 @@ def test_quick_run_writes_all_its_files(suite: str, tmp_path: Path) -> None:
     assert ("error_to_exact" in results.meta) == (suite == "fp8") == ("error against fp32 on normal" in done.stdout)
 
 
+@pytest.mark.parametrize(
+    ("op", "suite", "case"),
+    [("attention_backward", "headdims", "d72-full"), ("decode", "formats", "fp8-b1-s4096"),
+     ("fused", "rows", "swiglu")],
+)  # fmt: skip
+def test_an_op_has_a_suite_of_its_own_where_none_is_named(op: str, suite: str, case: str, tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    done = run("bench", op, "--quick", "--device", "cpu", "--rounds", "1", "--cases", case, "--peers", "none",
+               "--json", str(out))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert {(row.op, row.suite, row.case) for row in read(out).rows} == {(op, suite, case)}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_full_sizes_are_refused() -> None:
     done = run("bench", "attention")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -113,6 +114,28 @@ def test_measure_collects_and_goes_on_after_a_failure(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     again = json.loads(out.read_text())["lessons"]
     assert again["part/2_wrong"]["cases"] and again["part/1_one"] == lessons["part/1_one"]
+
+
+def test_lessons_measure_one_after_the_other(tmp_path: Path) -> None:
+    """Each call is noted with its lesson: those of one lesson stand together."""
+    body = f"""
+import time
+x = lesson.normal(8, 8)
+def double():
+    with open({str(tmp_path / "log")!r}, "a") as log:
+        print(sys.argv[0], file=log)
+    time.sleep(0.02)
+    return 2 * x
+def cases():
+    yield lesson.Case("double", double, lambda dtype: 2 * x.to(dtype), 64, 256, 256)
+"""
+    first = lesson_of(body, tmp_path)
+    for name in ("2_two.py", "3_three.py"):
+        (tmp_path / "part" / name).write_text(first.read_text())
+    done = run(tmp_path / "measure.py", "--out", tmp_path / "all.json", "--jobs", "3", TRITON_INTERPRET="1")
+    assert done.returncode == 0 and "3 of 3 lessons measured" in done.stdout, done.stdout + done.stderr
+    order = (tmp_path / "log").read_text().split()
+    assert len({*order}) == 3 and len([*itertools.groupby(order)]) == 3, order
 
 
 def test_measure_waits_only_so_long(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
-"""Records real runs of a GPU for the rules, a broken and a healthy one each, and counters of ncu: to data/<gpu>/.
+"""Records real runs of a GPU for the rules, a broken and a healthy one each, and files of ncu and nsys: to data/<gpu>/.
 
-`PYTHONPATH=src python -m tests.profiling.record` on the GPU machine; names after it choose rules. Traces are cut to the
-events that the rules read, so that they stay small.
+`PYTHONPATH=src python -m tests.profiling.record [--pack FILE.tar] [NAMES]` on the GPU machine: a minute. NAMES choose
+rules, ncu, banks or nsys. With --pack, one file to carry to the checkout: `tar -C tests/profiling/data -xf FILE.tar`.
+Traces are cut to the events that the rules read, so that they stay small.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable
@@ -178,10 +181,23 @@ def few_blocks(broken: bool) -> Callable[[], None]:
     return run
 
 
+def low_occupancy(broken: bool) -> Callable[[], None]:
+    """A softmax of few long rows is one block a row: a few warps on a few multiprocessors."""
+    x, y = torch.randn((4, 1 << 21) if broken else (4096, 2048), device="cuda"), square(4096)
+
+    def run() -> None:
+        for _ in range(4):
+            x.softmax(-1)
+            y @ y
+
+    return run
+
+
 CASES: dict[str, Callable[[bool], Callable[[], None]]] = {
     "launch-gaps": launch_gaps, "sync-in-loop": sync_in_loop, "data-loader": data_loader, "slow-host": slow_host,
     "pageable-copies": pageable_copies, "sdpa-math": sdpa_math, "tf32-off": tf32_off,
     "tiny-elementwise": tiny_elementwise, "few-blocks": few_blocks,
+    "low-occupancy": low_occupancy,
 }  # fmt: skip
 
 
@@ -204,44 +220,110 @@ import torch
 x = torch.randn(4096, 4096, device='cuda', dtype=torch.bfloat16)
 for _ in range(2):
     (x @ x).softmax(-1)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    y = x @ x
+for _ in range(3):
+    graph.replay()
+torch.cuda.synchronize()
 """
+# Two transposes through shared memory: without padding a column of the tile lies in one bank.
+BANKS = """
+import pathlib, runpy, sys
+sys.path.insert(0, str(pathlib.Path(sys.argv[1]).parent))
+lesson = runpy.run_path(sys.argv[1])
+for case in lesson['cases']():
+    if case.name.startswith('transpose'):
+        case.run()
+"""
+LESSON = Path(__file__).parents[2] / "docs" / "learn" / "ground" / "3_banks.py"
 
 
-def record_ncu(folder: Path) -> None:
-    """The counters of one product and one softmax, as ncu writes them."""
-    tool, log = nsight.find("ncu"), folder / "ncu-raw.csv"
+def record_ncu(folder: Path, name: str, program: list[str], kernel: str) -> str:
+    """The counters of two launches, as ncu writes them; or, where it may not, its words about that."""
+    tool, log = nsight.find("ncu"), folder / f"{name}.csv"
     if tool is None:
-        print("\n".join(nsight.GET["ncu"]))
-        return
+        return nsight.GET["ncu"][0]
     folder.mkdir(parents=True, exist_ok=True)
-    command = nsight.ncu_command(tool, [sys.executable, "-c", PROGRAM], log, kernel="gemm|xmma|nvjet|softmax", count=2)
+    command = nsight.ncu_command(tool, [sys.executable, "-c", *program], log, kernel=kernel, count=2)
     done = subprocess.run(command, capture_output=True, text=True)
     written = log.read_text(encoding="utf-8") if log.exists() else ""
     if nsight.forbidden(written + done.stdout + done.stderr):
         log.unlink(missing_ok=True)
-        print("\n".join(nsight.PERMIT))
-        return
-    for kernel in nsight.read_ncu(written).kernels:
-        print(f"ncu: {kernel.name} {kernel.duration:.1f} µs {dict(kernel.counters)}")
+        (folder / "ncu-forbidden.txt").write_text(written + done.stdout + done.stderr, encoding="utf-8")
+        return nsight.PERMIT[0]
+    return "\n".join(
+        f"{kernel.name} {kernel.duration:.1f} µs {dict(kernel.counters)}" for kernel in nsight.read_ncu(written).kernels
+    )
 
 
-def main() -> None:
+def record_nsys(folder: Path) -> str:
+    """The timeline of the program as nsys writes it, in CSV."""
+    tool = nsight.find("nsys")
+    if tool is None:
+        return nsight.GET["nsys"][0]
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as place:
+        report = Path(place) / "run.nsys-rep"
+        subprocess.run(nsight.nsys_command(tool, [sys.executable, "-c", PROGRAM], report), check=True)
+        done = subprocess.run(nsight.nsys_stats_command(tool, report), capture_output=True, text=True, check=True)
+    (folder / "nsys-gpu-trace.csv").write_text(done.stdout, encoding="utf-8")
+    return f"{len(nsight.read_nsys(done.stdout).kernels)} kernels and copies"
+
+
+TOOLS: dict[str, Callable[[Path], str]] = {
+    "ncu": lambda folder: record_ncu(folder, "ncu-raw", [PROGRAM], "gemm|xmma|nvjet|softmax"),
+    "banks": lambda folder: record_ncu(folder, "ncu-banks", [BANKS, str(LESSON)], "transpose"),
+    "nsys": record_nsys,
+}
+
+
+def record_rule(name: str, folder: Path) -> bool:
+    """Writes both traces of a rule; whether it fires on the one and not on the other."""
+    right = True
+    for broken, end in ((True, ""), (False, "-healthy")):
+        data = record(CASES[name](broken))
+        write(folder, f"{name}{end}", data)
+        found = [finding.rule for finding in profile_of(parse(data)).findings]
+        fits = (name in found) == broken
+        events = len(data["traceEvents"])
+        print(f"{name}{end}: {'right' if fits else 'WRONG'}, {events} events, findings: {', '.join(found) or 'none'}")
+        right &= fits
+    return right
+
+
+def attempt(name: str, folder: Path) -> bool:
+    """Records one thing; an error is told, and the others are still worth recording."""
+    try:
+        if name in CASES:
+            return record_rule(name, folder)
+        print(f"{name}: {TOOLS[name](folder)}")
+    except Exception as error:
+        print(f"{name}: WRONG, {type(error).__name__}: {error}")
+        return False
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join([*CASES, *TOOLS])}; default: all")
+    parser.add_argument("--pack", type=Path, metavar="FILE", help="put the recordings into this tar file too")
+    args = parser.parse_args()
+    names = args.names or [*CASES, *TOOLS]
+    if unknown := [name for name in names if name not in (*CASES, *TOOLS)]:
+        parser.error(f"{unknown[0]} is not one of {', '.join([*CASES, *TOOLS])}")
     gpu = detect()
     if gpu is None:
-        sys.exit("there is no NVIDIA GPU here to record")
-    for name in sys.argv[1:] or ["ncu", *CASES]:
-        if name == "ncu":
-            record_ncu(DATA / gpu.key)
-            continue
-        if name not in CASES:
-            sys.exit(f"{name} is not one of ncu, {', '.join(CASES)}")
-        for broken, end in ((True, ""), (False, "-healthy")):
-            data = record(CASES[name](broken))
-            write(DATA / gpu.key, f"{name}{end}", data)
-            found = [finding.rule for finding in profile_of(parse(data)).findings]
-            verdict = "right" if (name in found) == broken else "WRONG"
-            print(f"{name}{end}: {verdict}, {len(data['traceEvents'])} events, findings: {', '.join(found) or 'none'}")
+        parser.error("there is no NVIDIA GPU here to record")
+    folder = DATA / gpu.key
+    failed = [name for name in names if not attempt(name, folder)]
+    if args.pack:
+        with tarfile.open(args.pack, "w") as pack:
+            pack.add(folder, folder.name)
+        print(f"packed {sum(1 for _ in folder.iterdir())} files into {args.pack}")
+    print(f"not as they should be: {', '.join(failed)}" if failed else "all as they should be")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

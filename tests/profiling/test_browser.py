@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
-    results = joined([(path, read(path)) for path in sorted(RESULTS.glob("attention-*.json"))])
+    results = joined([(path, read(path)) for path in sorted(RESULTS.glob("*.json"))])
     (folder / "report.html").write_text(report.render(results), encoding="utf-8")
     points = roofline.points_of(results)
     roofs = roofline.roofs_for("NVIDIA H200", None, ["bf16", "fp16", "fp8"])
@@ -88,12 +88,13 @@ def test_a_button_hides_a_contestant(page: chromium.Browser, pages: Path) -> Non
     page.open(pages / "roofline.html")
     dots = "[...document.querySelectorAll('circle[data-group=fa4]')]"
     shown = f"{dots}.filter(dot => dot.getBoundingClientRect().width).length"
-    assert page.evaluate(shown) == 47
+    every = page.evaluate(f"{dots}.length")
+    assert every > 40 and page.evaluate(shown) == every
     page.evaluate("document.querySelector('[data-show=fa4]').click()")
     assert page.evaluate(shown) == 0
     assert page.evaluate("document.querySelector('[data-show=fa4]').getAttribute('aria-pressed')") == "false"
     page.evaluate("document.querySelector('[data-show=fa4]').click()")
-    assert page.evaluate(shown) == 47
+    assert page.evaluate(shown) == every
 
 
 def test_pointing_at_a_dot_tells_its_figures(page: chromium.Browser, pages: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,14 @@ def test_counters_of_nsight_find_bank_conflicts() -> None:
     measured = nsight.read_ncu((DATA / "synthetic" / "ncu-raw.csv").read_text())
     (finding,) = [f for f in diagnose(Profile(measured)) if f.rule == "bank-conflicts"]
     assert finding.words == "30% of the shared memory accesses of softmax_rows are bank conflicts"
+
+
+@pytest.mark.parametrize("path", [pytest.param(p, id=p.parent.name) for p in sorted(DATA.glob("*/ncu-banks.csv"))])
+def test_a_padded_tile_has_no_bank_conflicts_and_an_even_one_has(path: Path) -> None:
+    """The transposes of docs/learn/ground/3_banks.py: first 33 words a row, then 32."""
+    measured = nsight.read_ncu(path.read_text(encoding="utf-8"))
+    padded, even = ([f.rule for f in diagnose(Profile(replace(measured, kernels=(k,))))] for k in measured.kernels)
+    assert "bank-conflicts" in even and "bank-conflicts" not in padded
 
 
 def test_findings_come_in_the_order_of_what_they_save() -> None:

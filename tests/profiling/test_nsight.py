@@ -31,11 +31,13 @@ def test_ncu_leaves_the_clocks_alone_and_measures_graph_nodes() -> None:
     assert (after(line, "--launch-count"), after(line, "--launch-skip")) == ("5", "2")
     assert (after(line, "--page"), after(line, "--print-units"), after(line, "--log-file")) == ("raw", "base", str(LOG))
     assert {"SpeedOfLight", "WarpStateStats", "Occupancy"} <= {*line}
+    assert "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum" in after(line, "--metrics")
 
 
 def test_a_set_stands_in_for_the_sections() -> None:
     line = nsight.ncu_command("ncu", PROGRAM, LOG, set_="full")
     assert after(line, "--set") == "full" and "--section" not in line and "--launch-count" not in line
+    assert "--metrics" in line
 
 
 def test_nsys_records_each_node_of_a_graph() -> None:
@@ -119,6 +121,13 @@ def test_counters_of_kernels_that_are_not_in_the_trace_are_an_error() -> None:
     measured = nsight.read_ncu(RAW.read_text()).kernels
     with pytest.raises(NsightError, match=r"attention_forward, softmax_rows.* is in the trace"):
         nsight.with_counters(trace.parse(line.data()), measured)
+
+
+@pytest.mark.parametrize("path", [pytest.param(p, id=p.parent.name) for p in sorted(DATA.glob("**/nsys-*.csv"))])
+def test_a_recording_of_nsys_is_a_timeline(path: Path) -> None:
+    found = nsight.read_nsys(path.read_text(encoding="utf-8"))
+    assert found.gpu and all(kernel.duration > 0 for kernel in found.kernels)
+    assert {"kernel"} <= {kernel.kind for kernel in found.kernels} <= {"kernel", "copy", "fill"}
 
 
 def test_the_gpu_trace_of_nsys_gives_a_timeline() -> None:

@@ -38,6 +38,10 @@ def test_a_row_joins_time_share_and_roofs() -> None:
     assert add.memory == pytest.approx(3 * 4096**2 * 2 / 25e-6 / H200.bandwidth)
 
 
+def test_a_run_without_work_says_so() -> None:
+    assert str(profile_of(trace.parse({"traceEvents": []}))) == "nothing was recorded: no op of torch ran"
+
+
 def test_the_kernels_of_one_op_share_its_cost_by_time() -> None:
     line = Timeline()
     line.op("aten::mm", [[512, 512], [512, 512]], [BF16, BF16], [("split_k", 30.0), ("reduce", 10.0)])

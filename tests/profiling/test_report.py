@@ -170,6 +170,29 @@ def test_a_heat_map_has_a_cell_for_each_size_and_peer() -> None:
     assert [line for line, _ in lengths.lines] == ["72"]
 
 
+def test_the_same_case_of_two_ops_is_two_cases() -> None:
+    """attention and attention_backward have suites of the same names."""
+    results = measured("headdims")
+    slower = [replace(row, op="attention_backward", ms_p50=3 * row.ms_p50) for row in results.rows if row.ms_p50]
+    both = Results(results.meta, [*results.rows, *slower])
+    assert len(both.cases()) == 2 * len(results.cases())
+    assert "in 16 of 16 cases" in report.headline(both)
+    assert [heat.suite for heat in heats(both)] == ["attention headdims", "attention_backward headdims"]
+    titles = [plot.title for plot in plots(both)]
+    assert "Full attention by head dimension" in titles and "Full attention by head dimension, gradients" in titles
+    assert report.render(both).count("<h2>Every case: ") == 2
+
+
+def test_a_table_has_the_unit_that_tells_most_and_those_who_ran() -> None:
+    results = measured("headdims")
+    memory = [replace(row, op="decode", suite="formats", case="bf16", impl="hopper") for row in results.rows[:1]]
+    page = report.render(Results(results.meta, [*results.rows, *memory]))
+    first, second = page.split("<h2>Every case: ")[1:]
+    first = first.split("</table>")[0]
+    assert first.startswith("attention headdims, TFLOPS") and "<button>hopper</button>" not in first
+    assert second.startswith("decode formats, TB/s") and '<td class="best">0.50</td>' in second
+
+
 def test_changes_tell_ours_from_the_machine() -> None:
     results = measured("headdims")
     old = [
@@ -237,6 +260,27 @@ def test_a_profile_is_reported_alone_and_beside_results(tmp_path: Path) -> None:
 def test_a_broken_profile_is_refused_with_the_place(change: dict[str, object], message: str, tmp_path: Path) -> None:
     with pytest.raises(ResultsError, match=rf"profile\.json: {message}"):
         read_profile(written(tmp_path, PROFILE | change))
+
+
+def test_the_counters_of_nsight_stand_in_the_profile(tmp_path: Path) -> None:
+    kernel = PROFILE["kernels"][0] | {"counters": {"dram": 88.1, "bank_conflicts": 0.3}}  # type: ignore[index]
+    one = read_profile(written(tmp_path, PROFILE | {"kernels": [kernel]}))
+    columns = one.columns()
+    assert (columns["DRAM %"], columns["bank conflicts"]) == (["88"], ["30%"])
+    assert "L2 hit %" not in columns and "% of bandwidth" not in columns and columns["op"] == ["aten::mm"]
+    page = report.render(Results({"gpu": None, "date": "", "commit": None}), profiles=[one])
+    assert "<button>DRAM %</button>" in page and "<td>88</td>" in page
+
+
+def test_a_profile_of_a_cpu_shows_rates(tmp_path: Path) -> None:
+    op = {"name": "aten::mm", "op": "aten::mm", "count": 1, "us": 100.0, "share": 1.0, "compute": None, "memory": None,
+          "bound": None, "flops": 5e6, "bytes": 1e5}  # fmt: skip
+    data = PROFILE | {"kernels": [op], "split": {"prefill": 0.25, "decode": 0.75}}
+    one = read_profile(written(tmp_path, data | {"meta": {"gpu": None, "wall_us": 100.0}}))
+    assert list(one.columns()) == ["calls", "µs", "share", "GFLOP/s", "GB/s"]
+    assert (one.columns()["GFLOP/s"], one.columns()["GB/s"]) == (["50"], ["1"])
+    page = report.render(Results({"gpu": None, "date": "", "commit": None}), profiles=[one])
+    assert "the CPU, 0.10 ms of wall time" in page and "Split: prefill 25%, decode 75%." in page
 
 
 def test_a_real_profile_has_the_format() -> None:

@@ -40,7 +40,7 @@ def test_measured_roofs_take_the_fastest_traffic_past_the_caches() -> None:
 
 def test_a_point_has_the_intensity_of_its_problem() -> None:
     points = {point.case: point for point in committed() if point.impl == "hopper"}
-    point = points["headdims d128-full"]
+    point = points["attention headdims d128-full"]
     flops, moved = 4 * 4 * 16 * 4096**2 * 128, 4 * 4 * 4096 * 16 * 128 * 2 + 4 * 4 * 4096 * 16
     assert point.intensity == pytest.approx(flops / moved, rel=1e-3)  # five digits in the file
     assert point.rate == pytest.approx(flops / point.seconds, rel=1e-3)
@@ -107,6 +107,33 @@ def test_the_svg_escapes_and_the_png_is_a_picture(tmp_path: Path) -> None:
     assert "a<b>" not in drawing.svg(scene, "picture") and "a&lt;b&gt;" in drawing.svg(scene, "picture")
     drawing.png(scene, tmp_path / "new" / "roof.png")
     assert (tmp_path / "new" / "roof.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_picture_without_a_page_has_a_title_and_all_colours() -> None:
+    points = committed()
+    scene = roofline.draw(roofline.roofs_for("NVIDIA H200", None, ["bf16"]), points)
+    whole = roofline.with_legend(scene, points, "Roofline of NVIDIA H200")
+    below = [mark for mark in whole.marks if isinstance(mark, Text) and mark.y > scene.height]
+    assert {mark.text for mark in below} == {point.impl for point in points} | {roofline.STUDY}
+    assert all(mark.x + text_size(mark.text)[0] <= whole.width and mark.y < whole.height for mark in below)
+    assert "Roofline of NVIDIA H200" in [mark.text for mark in whole.marks if isinstance(mark, Text)]
+    assert len(set(roofline.colours_of([*points, *roofline.study()]).values())) == len(below)
+
+
+@pytest.mark.parametrize("measured", [None, CEILINGS], ids=["datasheet", "measured"])
+def test_every_roof_of_the_committed_results_has_its_name(measured: Ceilings | None) -> None:
+    roofs = roofline.roofs_for("NVIDIA H200", measured, ["bf16", "fp16", "fp8"])
+    texts = [mark.text for mark in roofline.draw(roofs, committed()).marks if isinstance(mark, Text)]
+    for roof in roofs:
+        assert any("fp8" in text and text.endswith(roof.short) for text in texts), roof.name
+        assert any("bf16" in text and text.endswith(roof.short) for text in texts), roof.name
+
+
+def test_no_line_from_a_label_to_its_point_crosses_a_text() -> None:
+    label, wall = Label(100, 100, 40, 10), Box(60, 80, 140, 90)
+    around = [Box(104, 85, 150, 115), Box(50, 85, 96, 115), Box(80, 104, 120, 118)]  # right, left and below are taken
+    assert place([label], [*around, wall], Box(0, 0, 200, 110)) == [Box(80, 68, 120, 78)]  # over the wall
+    assert place([label], around, Box(0, 0, 200, 110), walls=[wall]) == [None]
 
 
 def test_an_empty_roofline_is_refused() -> None:

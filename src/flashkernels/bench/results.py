@@ -59,6 +59,10 @@ class Row:
         return {name: _short(value) for name, value in values.items() if value is not None or name in nullable}
 
     @property
+    def group(self) -> str:
+        return f"{self.op} {self.suite}"
+
+    @property
     def seconds(self) -> float:
         """Median time of one call; infinite where there is none, so that it never wins."""
         return math.inf if self.ms_p50 is None else self.ms_p50 / 1e3
@@ -72,10 +76,10 @@ class Results:
     rows: list[Row] = field(default_factory=list)
 
     def cases(self) -> dict[tuple[str, str], list[Row]]:
-        """Rows by (suite, case), in the order they were measured."""
+        """Rows by (op and suite, case), in the order they were measured: suites of two ops may share their names."""
         grouped: dict[tuple[str, str], list[Row]] = {}
         for row in self.rows:
-            grouped.setdefault((row.suite, row.case), []).append(row)
+            grouped.setdefault((row.group, row.case), []).append(row)
         return grouped
 
     def impls(self) -> list[str]:
@@ -114,6 +118,23 @@ def fastest(rows: Iterable[Row], *, peer: bool) -> Row | None:
     rows = [row for row in rows if row.impl != COPY and not row.impl.endswith("-standard")]
     timed = [row for row in rows if row.ok and row.peer == peer]
     return min(timed, key=lambda row: row.seconds, default=None)
+
+
+def unit_of(row: Row, gpu: str | None) -> str:
+    """What tells most in a table of this row's suite: its time, or the rate at which it nears its roof."""
+    if gpu is None or row.suite in ("scaling", "route"):
+        return "ms"
+    return "TB/s" if row.op in ("decode", "fused") else "TFLOPS"
+
+
+def figure(row: Row, unit: str) -> str:
+    """
+    >>> figure(Row("decode", "formats", "bf16", {}, "hopper", False, 0.3, tflops=14.2, tbps=3.58), "TB/s")
+    '3.58'
+    """
+    if unit == "ms":
+        return f"{row.ms_p50:.4f}"
+    return f"{row.tbps:.2f}" if unit == "TB/s" else f"{row.tflops:.0f}"
 
 
 def speedup(rows: list[Row]) -> float | None:
@@ -181,6 +202,8 @@ def joined(files: Sequence[tuple[Path, Results]]) -> Results:
     meta: dict[str, Any] = {}
     for one in sorted((one for _, one in files), key=lambda one: str(one.meta["date"])):
         meta |= one.meta
+    if len({row.op for row in rows}) > 1:  # the cost of a launch is that of one op
+        meta = {name: value for name, value in meta.items() if not name.startswith("launch_us")}
     return Results(meta, rows)
 
 

@@ -16,6 +16,8 @@ OPS: dict[str, Any] = {
     "attention": attention, "attention_backward": attention, "decode": decode, "moe": moe, "fused": fused,
 }  # fmt: skip
 
+FIRST = {"decode": "formats", "moe": "layer", "fused": "rows"}  # the suite of those that do not name one; else headdims
+
 # Small problems are launch-bound in eager mode, so these replay graphs. The weights of a layer do not fit the L2.
 LAUNCH: dict[str, tuple[Launch, L2]] = {
     "scaling": ("graph", "warm"),

@@ -29,9 +29,10 @@ def bench(
     suite: Annotated[
         str,
         typer.Option(
-            help="headdims, scaling, seqlens, features, shapes, fp8; moe: route, layer; decode: formats; fused: rows."
+            help="headdims (the default), scaling, seqlens, features, shapes, fp8; moe: layer, route; decode: formats; "
+            "fused: rows."
         ),
-    ] = "headdims",
+    ] = "",
     quick: Annotated[bool, typer.Option("--quick", help="A few cases on a GPU, tiny sizes on the CPU.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write the results as JSON.")] = None,
     update: Annotated[bool, typer.Option("--update", help="Keep the other rows that the JSON file has.")] = False,
@@ -63,7 +64,7 @@ def bench(
 
     from flashkernels.bench import accuracy as of_fp8, against as earlier, results as files
     from flashkernels.bench.peers import choose
-    from flashkernels.bench.suites import only, suite as load
+    from flashkernels.bench.suites import FIRST, only, suite as load
     from flashkernels.hardware import detect
     from flashkernels.profiling import report
 
@@ -82,7 +83,7 @@ def bench(
         if not (triton_kernels / "triton_kernels" / "__init__.py").exists():
             raise ValueError(f"triton_kernels={str(triton_kernels)!r} has no package triton_kernels")
         sys.path.insert(0, str(triton_kernels))
-    chosen = only(load(op, suite, device=device, quick=quick, launch=launch, l2=l2), cases)
+    chosen = only(load(op, suite or FIRST.get(op, "headdims"), device=device, quick=quick, launch=launch, l2=l2), cases)
     runner = importlib.import_module(f"flashkernels.bench.{'runner' if op == 'attention' else op}")
     named = runner.choose(impls) if impls else None
     gpu = detect() if device == "cuda" else None
@@ -169,14 +170,12 @@ def _launch(device: str, json: Path | None) -> None:
 
 def table(results: Results) -> Table:
     """One line a case, one column a contestant, the best in bold, then ours against the best peer."""
-    from flashkernels.bench.results import fastest, speedup, worst_error
+    from flashkernels.bench.results import fastest, figure, speedup, unit_of, worst_error
 
-    gpu = results.meta["gpu"]
-    by_time = gpu is None or results.rows[0].suite in ("scaling", "route")
-    first = results.rows[0]
-    unit = "TB/s" if first.op in ("decode", "fused") else "TFLOPS"
+    gpu, first = results.meta["gpu"], results.rows[0]
+    unit = unit_of(first, gpu)
     how = f"{first.params['launch']}, {first.params['l2']} L2"
-    title = f"{first.op} {first.suite} on {gpu or results.meta['cpu']} ({how}), {'ms' if by_time else unit}"
+    title = f"{first.op} {first.suite} on {gpu or results.meta['cpu']} ({how}), {unit}"
     grid = Table(title=title, title_justify="left")
     grid.add_column("case", no_wrap=True)
     impls = results.impls()
@@ -191,9 +190,7 @@ def table(results: Results) -> Table:
         cells = []
         for impl in impls:
             row = timed.get(impl)
-            text = "-" if row is None else f"{row.ms_p50:.4f}" if by_time else f"{row.tflops:.0f}"
-            if row and not by_time and unit == "TB/s":
-                text = f"{row.tbps:.2f}"
+            text = "-" if row is None else figure(row, unit)
             cells.append(f"[bold]{text}[/bold]" if row and row is best else text)
         ratio, mine, error = speedup(rows), fastest(rows, peer=False), worst_error(rows)
         if gpu:

@@ -48,7 +48,7 @@ def profile(
         result = profile_of(nsight.with_counters(result.trace, measured), result.gpu)
     show(result, json_, top)
     if trace is not None:
-        typer.echo(f"\ntrace: {trace}")
+        typer.echo(f"\nwrote {trace}: open it at ui.perfetto.dev")
     if code:
         raise typer.Exit(code)
 
@@ -77,3 +77,4 @@ def show(result: Profile, json_: Path | None, top: int = 20) -> None:
     typer.echo(describe(result, top))
     if json_ is not None:
         write(json_, json.dumps(result.as_dict(), indent=1) + "\n")
+        typer.echo(f"\nwrote {json_}")

@@ -12,6 +12,8 @@ from rich.table import Table
 if TYPE_CHECKING:
     from flashkernels.profiling.calibration import Summary
 
+WIDTH = 160  # columns of the table where the output is a file or a pipe
+
 
 def report(
     results: Annotated[
@@ -47,8 +49,12 @@ def report(
         raise ValueError(f"{ceilings} has the ceilings of {measured.device}, the results are from {device}")
     earlier = (against[0], old) if against and old else None
     write(output, page.render(new, profiles=profiles, against=earlier, ceilings=measured))
-    if summaries := calibration.summaries(calibration.predictions(new)):
-        Console().print(_calibration(summaries))
+    found = calibration.predictions(new)
+    if summaries := calibration.summaries(found):
+        Console(width=None if Console().is_terminal else WIDTH).print(_calibration(summaries))
+        if missing := calibration.unpredicted(new, found):
+            each = ", ".join(f"{name} ({count})" for name, count in missing.items())
+            typer.echo(f"without a prediction: {each}")
     typer.echo(f"wrote {output}: {page.headline(new) if timed else page.profile_headline(profiles)}")
 
 

@@ -66,10 +66,11 @@ def roofline(
     dtypes = list(dict.fromkeys(point.dtype for point in points)) or list(roofs.COMPUTE)
     drawn = picture.roofs_for(meta["gpu"], found, dtypes)
     Console().print(_table(found) if found else f"no measured ceilings of {name}: its datasheet alone")
+    title = f"Roofline of {name}"
     if png:
-        drawing.png(picture.draw(drawn, points), png)
+        drawing.png(picture.with_legend(picture.draw(drawn, points), points, title), png)
     if html:
-        write(html, page.render_roofline(drawn, points, f"Roofline of {name}"))
+        write(html, page.render_roofline(drawn, points, title))
     for path in (json, png, html):
         if path:
             typer.echo(f"wrote {path}")

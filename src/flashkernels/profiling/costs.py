@@ -132,8 +132,7 @@ def _convolution(op: Op) -> Cost:
     reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
     if transposed:
         out = [
-            (s - 1) * t - 2 * p + r + e + 1
-            for s, t, p, r, e in zip(size, stride, padding, reach, extra, strict=True)
+            (s - 1) * t - 2 * p + r + e + 1 for s, t, p, r, e in zip(size, stride, padding, reach, extra, strict=True)
         ]
         cout, pairs = weight[1] * groups, batch * cin * math.prod(size) * weight[1]
     else:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from flashkernels.bench.results import Results, Row, fastest
 
 FULL = 2.0  # the ratio, or its inverse, from which on a cell has its full colour
+ATTENTION = ("attention", "attention_backward")  # their suites are made of the same cases
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Cell:
 class Heat:
     """A table: columns in groups, one for each peer; a cell is None where that peer has no time."""
 
-    suite: str
+    suite: str  # with its op
     axis: str  # what the lines are
     groups: tuple[tuple[str, tuple[str, ...]], ...]  # peer and the names of its columns
     lines: tuple[tuple[str, tuple[Cell | None, ...]], ...]
@@ -38,7 +39,7 @@ class Heat:
 
 def heats(results: Results) -> Iterator[Heat]:
     """One map for each suite that has a peer."""
-    for suite in dict.fromkeys(row.suite for row in results.rows):
+    for suite in dict.fromkeys(row.group for row in results.rows):
         cases = [rows for (s, _), rows in results.cases().items() if s == suite]
         peers = [i for i in results.impls() if any(r.peer and r.ok and r.impl == i for rows in cases for r in rows)]
         if peers:
@@ -63,14 +64,14 @@ def _heat(suite: str, cases: list[list[Row]], peers: list[str]) -> Heat:
 def _place(row: Row) -> tuple[str, str]:
     """Line and column of a case."""
     p = row.params
-    if row.op == "attention" and row.suite == "headdims":
+    if row.op in ATTENTION and row.suite == "headdims":
         return str(p["head_dim"]), "causal" if p["causal"] else "full"
-    if row.op == "attention" and row.suite == "seqlens":
+    if row.op in ATTENTION and row.suite == "seqlens":
         return str(p["head_dim"]), str(p["seq"])
-    if row.op == "attention" and row.suite == "scaling":
+    if row.op in ATTENTION and row.suite == "scaling":
         return f"B={p['batch']} H={p['heads']} D={p['head_dim']}", str(p["seq"])
     return row.case, ""
 
 
 def _axis(row: Row) -> str:
-    return "head_dim" if row.op == "attention" and row.suite in ("headdims", "seqlens") else "case"
+    return "head_dim" if row.op in ATTENTION and row.suite in ("headdims", "seqlens") else "case"

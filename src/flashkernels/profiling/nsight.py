@@ -104,6 +104,7 @@ def ncu_command(
     line = [tool, "--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log), "--force-overwrite"]
     line += ["--clock-control", "none", "--graph-profiling", "node", "--target-processes", "all"]
     line += ["--set", set_] if set_ else [word for name in SECTIONS for word in ("--section", name)]
+    line += ["--metrics", f"{CONFLICTS},{WAVEFRONTS}"]  # the sections have them by instruction only
     line += ["--kernel-name", f"regex:{kernel}"] if kernel else []
     line += ["--launch-skip", str(skip)] if skip else []
     line += ["--launch-count", str(count)] if count else []
@@ -257,7 +258,7 @@ def _number(text: str | None) -> float | None:
 
 
 def _triple(text: str) -> tuple[int, ...]:
-    """"(132, 1, 1)" as numbers."""
+    """ "(132, 1, 1)" as numbers."""
     return tuple(int(number) for number in re.findall(r"\d+", text))
 
 

@@ -31,13 +31,13 @@ class Plot:
 def plots(results: Results) -> Iterator[Plot]:
     """The drawings that these results allow."""
     headdims = [row for row in results.rows if row.suite == "headdims" and row.ok]
-    for causal in (False, True):
-        rows = [row for row in headdims if row.params["causal"] == causal]
+    for op, causal in itertools.product(dict.fromkeys(row.op for row in headdims), (False, True)):
+        rows = [row for row in headdims if row.op == op and row.params["causal"] == causal]
         if len({row.params["head_dim"] for row in rows}) > 1:
             yield _by_head_dim(rows, results, "causal" if causal else "full")
     for rows in _series(results):
         yield _by_seqlen(rows, results)
-    for suite in dict.fromkeys(row.suite for row in results.rows):
+    for suite in dict.fromkeys(row.group for row in results.rows):
         ratios = {case: speedup(rows) for (s, case), rows in results.cases().items() if s == suite}
         measured = {case: ratio for case, ratio in ratios.items() if ratio is not None}
         if measured and results.meta["gpu"]:  # at the tiny sizes of the CPU a ratio says nothing
@@ -77,9 +77,10 @@ def _by_head_dim(rows: list[Row], results: Results, kind: str) -> Plot:
         axes.set_ylabel(unit)
         axes.set_ylim(bottom=0)
 
-    title = "Causal attention by head dimension" if kind == "causal" else "Full attention by head dimension"
+    what = f"{kind} attention by head dimension".capitalize()
+    title = f"{what}, gradients" if rows[0].op == "attention_backward" else what
     caption = f"{unit}, counted at the true head dimension; higher is better."
-    return Plot(title, caption, _svg(draw, f"headdims-{kind}"), _names(results, rows))
+    return Plot(title, caption, _svg(draw, f"{rows[0].op}-{kind}"), _names(results, rows))
 
 
 def _by_seqlen(rows: list[Row], results: Results) -> Plot:

@@ -19,8 +19,8 @@ from flashkernels.profiling.trace import Kernel, Trace, cpu_kernels
 if TYPE_CHECKING:
     from flashkernels.profiling.diagnosis import Finding
 
-# Names of cuBLAS and CUTLASS kernels that multiply fp32 on tensor cores.
-TF32 = re.compile(r"tf32|s1688gemm|tensorop_s\d", re.IGNORECASE)
+# Names of cuBLAS and CUTLASS kernels that multiply fp32 on tensor cores; nvjet has no others.
+TF32 = re.compile(r"tf32|s1688gemm|tensorop_s\d|nvjet_s", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,11 @@ class Profile:
     def wall(self) -> float:
         """µs from the first work to the last."""
         return self.trace.window.length
+
+    @property
+    def device(self) -> str:
+        """Its name, as far as it is known."""
+        return self.gpu.name if self.gpu else self.trace.gpu or ("a GPU" if self.trace.on_gpu else "the CPU")
 
     @cached_property
     def gaps(self) -> list[Gap]:
@@ -141,9 +146,7 @@ class Profile:
         rows = [self._row(*key, members, idle, total) for key, members in groups.items()]
         return sorted(rows, key=lambda row: -row.time)
 
-    def _row(
-        self, name: str, op: str, kind: str, members: list[int], idle: Mapping[int, Gap], total: float
-    ) -> Row:
+    def _row(self, name: str, op: str, kind: str, members: list[int], idle: Mapping[int, Gap], total: float) -> Row:
         kernels = [self.trace.kernels[i] for i in members]
         time = sum(k.duration for k in kernels)
         known = [cost for i in members if (cost := self.costs[i]) is not None]
@@ -179,8 +182,8 @@ class Profile:
             for s in latency.steps
         ]  # fmt: skip
         return {
-            "meta": {"gpu": self.gpu.name if self.gpu else None, "wall_us": self.wall, "busy": latency.busy,
-                     "bound": latency.bound},
+            "meta": {"gpu": self.gpu.name if self.gpu else None, "device": self.device, "wall_us": self.wall,
+                     "busy": latency.busy, "bound": latency.bound},
             "steps": steps,
             "split": latency.split(),
             "kernels": [row.as_dict() for row in self.rows],

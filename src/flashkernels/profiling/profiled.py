@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flashkernels.bench.results import ResultsError
+from flashkernels.profiling.words import COUNTERS, counted
 
 PARTS = {"meta": dict, "steps": list, "kernels": list, "findings": list}
 KERNEL = ("name", "op", "count", "us", "share", "compute", "memory", "bound")
@@ -23,6 +24,35 @@ class Profiled:
     steps: list[dict[str, Any]]
     kernels: list[dict[str, Any]]
     findings: list[dict[str, Any]]
+    split: dict[str, float] | None = None  # prefill and decode, where both were marked
+
+    def columns(self) -> dict[str, list[str | None]]:
+        """What a table says of each kernel beside its name, by heading; what is known of no kernel is left out."""
+        columns: dict[str, list[str | None]] = {
+            "op": [one["op"] if one["op"] != one["name"] else None for one in self.kernels],
+            "calls": [str(one["count"]) for one in self.kernels],
+            "µs": [f"{one['us']:.1f}" for one in self.kernels],
+            "share": [f"{one['share']:.1%}" for one in self.kernels],
+            "% of compute": [_percent(one["compute"]) for one in self.kernels],
+            "% of bandwidth": [_percent(one["memory"]) for one in self.kernels],
+        }
+        if not any(columns["% of compute"]):  # nobody knows the roofs: of a CPU, say
+            columns["GFLOP/s"] = [_rate(one, "flops") for one in self.kernels]
+            columns["GB/s"] = [_rate(one, "bytes") for one in self.kernels]
+        columns["bound"] = [one["bound"] for one in self.kernels]
+        for name, heading in COUNTERS.items():
+            values = [one.get("counters", {}) for one in self.kernels]
+            columns[heading] = [counted(one, name) if name in one else None for one in values]
+        return {heading: cells for heading, cells in columns.items() if any(cells)}
+
+
+def _percent(share: float | None) -> str | None:
+    return None if share is None else f"{share:.0%}"
+
+
+def _rate(kernel: dict[str, Any], work: str) -> str | None:
+    """Of a kernel's FLOPs or bytes, in thousands of millions a second."""
+    return f"{kernel[work] / kernel['us'] / 1e3:.3g}" if kernel.get(work) and kernel["us"] else None
 
 
 def holds_profile(path: Path) -> bool:
@@ -46,4 +76,5 @@ def read_profile(path: Path) -> Profiled:
                 raise ResultsError(f"{path}: {part} {i} has no {lacking[0]!r}")
     if "wall_us" not in data["meta"]:
         raise ResultsError(f"{path}: meta has no 'wall_us'")
-    return Profiled(path.name, *(data[name] for name in PARTS))
+    meta, steps, kernels, findings = (data[name] for name in PARTS)
+    return Profiled(path.name, meta, steps, kernels, findings, data.get("split"))

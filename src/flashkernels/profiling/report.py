@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from flashkernels.bench.against import NOISE, Change, compare, mood
-from flashkernels.bench.results import Results, fastest, speedup, worst_error
+from flashkernels.bench.results import Results, Row, fastest, figure, speedup, unit_of, worst_error
 from flashkernels.profiling import calibration, drawing, precision, roofline
 from flashkernels.profiling.ceilings import Ceilings
 from flashkernels.profiling.drawing import COLOURS
@@ -41,24 +41,21 @@ def render(
     impls = results.impls()
     changes = compare(results, against[1], against[0]) if against else []
     found = calibration.predictions(results)
-    trades = precision.trades(results)
     return _template("report.html.j2").render(
         meta=results.meta,
         headline=headline(results) if results.rows else profile_headline(profiles),
-        suites=[*dict.fromkeys(f"{row.op} {row.suite}" for row in results.rows), *(one.name for one in profiles)],
+        suites=[*dict.fromkeys(row.group for row in results.rows), *(one.name for one in profiles)],
         profiles=profiles,
-        impls=impls,
         colours={impl: f"{i % COLOURS:x}" for i, impl in enumerate(impls)},
-        unit="ms" if _by_time(results) else "TFLOPS",
-        table=list(_table(results, impls)),
+        tables=_tables(results, impls),
         rows=results.rows,
         failed=[row for row in results.rows if not row.ok and not row.peer],
         plots=list(plots(results)),
         heats=list(heats(results)) if results.meta["gpu"] else [],
         roof=_roofline(results, ceilings),
-        trades=trades,
-        trade_svg=_trade_svg(trades),
+        precision=_precision(results),
         calibration=calibration.summaries(found),
+        unpredicted=calibration.unpredicted(results, found),
         far=sorted((p for p in found if not p.near), key=lambda p: -abs(p.error)),
         changes=sorted(changes, key=lambda change: change.ratio),
         changed=_changed(changes, against) if against else "",
@@ -150,31 +147,40 @@ def _drawn(roofs: Sequence[roofline.Roof], points: Sequence[roofline.Point]) -> 
     return {"svg": drawing.svg(scene, "Roofline"), "groups": colours, "names": [roof.name for roof in roofs]}
 
 
-def _trade_svg(trades: list[precision.Trade]) -> str:
-    narrow = [t for t in trades if t.row is not t.wide and t.row.error and t.wide.error]
-    return drawing.svg(precision.draw(trades), "Speed over error") if narrow else ""
+def _precision(results: Results) -> list[tuple[str, list[precision.Trade], str]]:
+    """By suite: calls that were timed in several formats, and their picture."""
+    found: dict[str, list[precision.Trade]] = {}
+    for trade in precision.trades(results):
+        found.setdefault(trade.row.group, []).append(trade)
+    drawn = ((suite, trades, precision.draw(trades)) for suite, trades in found.items() if precision.shown(trades))
+    return [(suite, trades, drawing.svg(scene, f"Speed over error, {suite}")) for suite, trades, scene in drawn]
 
 
 def _ratios(results: Results) -> list[float]:
     return [ratio for rows in results.cases().values() if (ratio := speedup(rows)) is not None]
 
 
-def _by_time(results: Results) -> bool:
-    return results.meta["gpu"] is None or all(row.suite in ("scaling", "route") for row in results.rows)
+def _tables(results: Results, impls: list[str]) -> list[dict[str, Any]]:
+    """A table for each suite, with those who were timed in it."""
+    tables: dict[str, dict[str, Any]] = {}
+    for (suite, _), rows in results.cases().items():
+        if suite not in tables:
+            timed = {row.impl for row in results.rows if row.ok and row.group == suite}
+            here, unit = [impl for impl in impls if impl in timed], unit_of(rows[0], results.meta["gpu"])
+            tables[suite] = {"suite": suite, "unit": unit, "impls": here, "lines": []}
+        table = tables[suite]
+        table["lines"].append(_line(rows, table["impls"], table["unit"]))
+    return list(tables.values())
 
 
-def _table(results: Results, impls: list[str]) -> Iterator[dict[str, Any]]:
-    """One line a case: a cell for each contestant, ours against the best peer, and our share of the roofline."""
-    for (suite, case), rows in results.cases().items():
-        by_impl = {row.impl: row for row in rows}
-        best = min((row for row in rows if row.ok), key=lambda row: row.seconds, default=None)
-        mine = fastest(rows, peer=False)
-        cells = [{"row": by_impl.get(impl), "best": best is not None and impl == best.impl} for impl in impls]
-        yield {
-            "suite": suite,
-            "case": case,
-            "cells": cells,
-            "speedup": speedup(rows),
-            "error": worst_error(rows),
-            "mine": mine,
-        }
+def _line(rows: list[Row], impls: list[str], unit: str) -> dict[str, Any]:
+    """A case: a cell for each contestant, ours against the best peer, and our share of the roofline."""
+    by_impl = {row.impl: row for row in rows}
+    best = min((row for row in rows if row.ok), key=lambda row: row.seconds, default=None)
+    cells = []
+    for impl in impls:
+        row = by_impl.get(impl)
+        text = figure(row, unit) if row and row.ok else None
+        cells.append({"text": text, "reason": row.reason if row else None, "best": best and impl == best.impl})
+    mine = fastest(rows, peer=False)
+    return {"case": rows[0].case, "cells": cells, "speedup": speedup(rows), "error": worst_error(rows), "mine": mine}

@@ -14,7 +14,7 @@ from flashkernels.bench.results import Results
 from flashkernels.hardware import GPUS, Gpu, lookup
 from flashkernels.profiling.ceilings import Ceilings
 from flashkernels.profiling.drawing import COLOURS, Dot, Line, Scene, Text, text_size, ticks
-from flashkernels.profiling.labels import Box, Label, place
+from flashkernels.profiling.labels import Box, Label, leader, place
 
 WIDTH, HEIGHT = 1000.0, 620.0
 FRAME = Box(70, 24, 980, 570)
@@ -75,7 +75,7 @@ def points_of(results: Results) -> list[Point]:
     """A point for each timed row; rows without traffic or FLOPs have no place."""
     return [
         Point(
-            row.tflops / row.tbps, row.tflops * 1e12, row.impl, f"{row.suite} {row.case}", row.peer,
+            row.tflops / row.tbps, row.tflops * 1e12, row.impl, f"{row.group} {row.case}", row.peer,
             str(row.params.get("dtype", "bf16")), row.seconds,
         )
         for row in results.rows
@@ -139,7 +139,9 @@ def draw(
                 point.impl,
             )
         )
-    taken = [Box(dot.x - 2, dot.y - 2, dot.x + 2, dot.y + 2) for dot in dots]
+    spots = [Box(dot.x - 2, dot.y - 2, dot.x + 2, dot.y + 2) for dot in dots]
+    edges: list[Box] = []
+    names: list[Box] = []
     lines: list[tuple[Line, str]] = []
     for i, roof in enumerate(roofs):
         lines += axes.roof(roof, "ink", 1.2 if i else 1.6, "6 3" if i else "")
@@ -147,25 +149,41 @@ def draw(
         lines += axes.roof(roof, "quiet", 1.0, "2 3", group=STUDY)
     for line, _ in lines:
         scene.add(line)
-        taken += _along(line)
-    for line, name in lines:  # after all lines, so that no name lies on one
-        _write(scene, line, name, taken)
+        edges += _along(line)
     scene.add(*sorted(dots, key=lambda dot: dot.radius))
-    _label(scene, axes, _named(shown), taken, colours)
+    for line, name in lines:  # after all lines, so that no name lies on one
+        _write(scene, line, name, edges, names, spots)
+    _label(scene, axes, _named(shown), [*spots, *edges], names, colours)
     return scene
 
 
+def with_legend(scene: Scene, points: Sequence[Point], title: str) -> Scene:
+    """The picture for those who have no page around it: with a title, and the contestants' colours below."""
+    whole = Scene(scene.width, scene.height, list(scene.marks))
+    whole.add(Text(FRAME.left, 16, title, size=13))
+    x, y = FRAME.left, scene.height + 6
+    for impl, colour in colours_of([*points, *study()]).items():
+        width = 16 + text_size(impl)[0]
+        if x > FRAME.left and x + width > FRAME.right:
+            x, y = FRAME.left, y + 20
+        whole.add(Dot(x + 4, y - 4, colour, impl), Text(x + 12, y, impl))
+        x += width + 8
+    whole.height = y + 14
+    return whole
+
+
 def colours_of(points: Sequence[Point]) -> dict[str, str]:
-    """A colour for each contestant, ours first."""
+    """A colour for each contestant, ours first; the study's is its own."""
     impls = dict.fromkeys(point.impl for point in sorted(points, key=lambda point: (point.impl == STUDY, point.peer)))
-    return {impl: "c7" if impl == STUDY else f"c{i % COLOURS:x}" for i, impl in enumerate(impls)}
+    free = [f"c{i:x}" for i in range(COLOURS) if i != 7]
+    return {impl: "c7" if impl == STUDY else free[i % len(free)] for i, impl in enumerate(impls)}
 
 
 def _named(points: Sequence[Point]) -> list[Point]:
     """The points that get a label: the fastest of each contestant, then the fastest of ours in each suite."""
     best: dict[tuple[str, str], Point] = {}
     for point in points:
-        for suite in ("",) if point.peer else ("", point.case.split()[0]):
+        for suite in ("",) if point.peer else ("", point.case.rpartition(" ")[0]):
             key = (suite, point.impl if not suite else "")
             if key not in best or point.rate > best[key].rate:
                 best[key] = point
@@ -173,17 +191,20 @@ def _named(points: Sequence[Point]) -> list[Point]:
     return list(dict.fromkeys(best[key] for key in order))[:MOST_LABELS]
 
 
-def _label(scene: Scene, axes: _Axes, points: Sequence[Point], taken: Sequence[Box], colours: dict[str, str]) -> None:
-    texts = [STUDY if point.impl == STUDY else f"{point.impl} {point.case.split()[1]}" for point in points]
+def _label(
+    scene: Scene, axes: _Axes, points: Sequence[Point], taken: Sequence[Box], names: Sequence[Box],
+    colours: dict[str, str],
+) -> None:  # fmt: skip
+    texts = [STUDY if point.impl == STUDY else f"{point.impl} {point.case.split()[-1]}" for point in points]
     size = 11.0
     labels = [
         Label(axes.x(point.intensity), axes.y(point.rate), *text_size(text, size))
         for point, text in zip(points, texts, strict=True)
     ]
-    for point, text, label, box in zip(points, texts, labels, place(labels, taken, FRAME), strict=True):
+    for point, text, label, box in zip(points, texts, labels, place(labels, taken, FRAME, walls=names), strict=True):
         if box is None:
             continue
-        nearest = (min(max(label.x, box.left), box.right), min(max(label.y, box.top), box.bottom))
+        nearest = leader(label, box)
         if math.dist(nearest, (label.x, label.y)) > 12:
             scene.add(Line((nearest, (label.x, label.y)), "quiet", 0.6, group=point.impl))
         scene.add(Text(box.left, box.bottom - 0.25 * size, text, colours[point.impl], size, group=point.impl))
@@ -268,13 +289,15 @@ def _beside(line: Line, text: str) -> Iterator[Box]:
             yield Box(left, bottom - height, left + width, bottom)
 
 
-def _write(scene: Scene, line: Line, text: str, taken: list[Box]) -> None:
-    """Writes a line's name at the first place that is free; one that has none stays without."""
-    for box in _beside(line, text):
-        if box.inside(FRAME) and not any(box.overlaps(other, 1) for other in taken):
-            scene.add(Text(box.left, box.bottom - 0.25 * ROOF_FONT, text, line.colour, ROOF_FONT, group=line.group))
-            taken.append(box)
-            return
+def _write(scene: Scene, line: Line, text: str, edges: Sequence[Box], names: list[Box], dots: Sequence[Box]) -> None:
+    """Writes a line's name at the first place that is free, or else has the fewest dots behind it."""
+    taken = [*edges, *names]
+    free = [b for b in _beside(line, text) if b.inside(FRAME) and not any(b.overlaps(other, 1) for other in taken)]
+    covered = {box: sum(box.overlaps(dot, 1) for dot in dots) for box in free}
+    if covered:
+        box = min(covered, key=lambda box: covered[box])
+        scene.add(Text(box.left, box.bottom - 0.25 * ROOF_FONT, text, line.colour, ROOF_FONT, group=line.group))
+        names.append(box)
 
 
 def _along(line: Line) -> list[Box]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,14 +16,15 @@ COUNTERS = {
 
 
 def describe(profile: Profile, top: int = TOP) -> str:
+    if not profile.rows:
+        return "nothing was recorded: no op of torch ran"
     return "\n".join([*_run(profile), "", *_kernels(profile, top), "", *_findings(profile)])
 
 
 def _run(profile: Profile) -> list[str]:
     latency, trace = profile.latency, profile.trace
-    where = profile.gpu.name if profile.gpu else trace.gpu or ("a GPU" if trace.on_gpu else "the CPU")
     busy = "" if latency.busy is None else f", GPU busy {latency.busy:.0%}: {latency.bound}"
-    lines = [f"{_time(latency.wall)} on {where}{busy if trace.timeline else ', kernels measured one by one'}"]
+    lines = [f"{_time(latency.wall)} on {profile.device}{busy if trace.timeline else ', kernels measured one by one'}"]
     for steps in latency.steps:
         times = ", ".join(f"p{q} {_time(steps.percentile(q))}" for q in (50, 90, 99))
         items = f", {steps.items} items" if len(steps.times) != steps.items else ""
@@ -37,17 +39,17 @@ def _kernels(profile: Profile, top: int) -> list[str]:
 
     rows = profile.rows[:top]
     on_gpu = profile.trace.on_gpu
-    counted = [name for name in COUNTERS if any(name in row.counters for row in rows)]
+    columns = [name for name in COUNTERS if any(name in row.counters for row in rows)]
     rates = ["compute", "memory", "bound"] if on_gpu else ["GFLOP/s", "GB/s"]
     table = [[*(["kernel", "from"] if on_gpu else ["op"]), "calls", "time", "share", *rates]]
-    table[0] += [COUNTERS[name] for name in counted]
+    table[0] += [COUNTERS[name] for name in columns]
     if any("stall" in name for row in rows for name in row.counters):
         table[0].append("waits for")
     for row in rows:
         names = [short(row.name, 48), row.op] if on_gpu else [short(row.name, 48)]
         cells = [*names, str(row.count), _time(row.time), f"{row.share:.1%}"]
         cells += [_share(row.compute), _share(row.memory), row.bound or "-"] if on_gpu else _rates(row)
-        cells += [_counted(row, name) for name in counted]
+        cells += [counted(row.counters, name) for name in columns]
         if table[0][-1] == "waits for":
             cells.append(stall_of(row) or "-")
         table.append(cells)
@@ -90,10 +92,14 @@ def _rates(row: Row) -> list[str]:
     return [f"{row.cost.flops / row.time / 1e3:.3g}", f"{row.cost.bytes / row.time / 1e3:.3g}"]
 
 
-def _counted(row: Row, name: str) -> str:
-    if name not in row.counters:
+def counted(counters: Mapping[str, float], name: str) -> str:
+    """
+    >>> counted({"dram": 88.1}, "dram"), counted({"bank_conflicts": 0.3}, "bank_conflicts"), counted({}, "dram")
+    ('88', '30%', '-')
+    """
+    if name not in counters:
         return "-"
-    return f"{row.counters[name]:.0%}" if name == "bank_conflicts" else f"{row.counters[name]:.0f}"
+    return f"{counters[name]:.0%}" if name == "bank_conflicts" else f"{counters[name]:.0f}"
 
 
 def _time(us: float) -> str:
