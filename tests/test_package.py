@@ -182,3 +182,11 @@ def test_attention_compiles_by_its_public_name() -> None:
 def test_the_example_of_the_readme_runs() -> None:
     example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert example and "torch.Size([2, 1024, 16, 72])" in python(example[1])
+
+
+def test_the_examples_of_the_readme_run_one_after_another() -> None:
+    """All but the list of signatures and the program that wants a model."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    examples = [block for block in blocks if "*, causal" not in block and "decode_step" not in block]
+    assert len(blocks) - len(examples) == 2
+    python("\n".join(examples))

@@ -45,6 +45,8 @@ def int32(*values: int) -> torch.Tensor:
 
 BAD_DENSE: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     # ranks and sizes
+    "q-sparse": ({"q": zeros(2, 6, 4, 16).to_sparse()}, TypeError, ("q", "torch.sparse_coo")),
+    "return-lse-of-1": ({"return_lse": 1}, TypeError, ("return_lse", "1")),
     "q-of-rank-3": ({"q": zeros(6, 4, 16)}, ValueError, ("q", "(6, 4, 16)")),
     "k-of-rank-5": ({"k": zeros(1, 2, 8, 2, 16)}, ValueError, ("k", "(1, 2, 8, 2, 16)")),
     "v-of-rank-3": ({"v": zeros(8, 2, 16)}, ValueError, ("v", "(8, 2, 16)")),
@@ -73,7 +75,9 @@ BAD_DENSE: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = 
     "device-of-k": ({"k": zeros(2, 8, 2, 16, device="meta")}, ValueError, ("k", "meta", "cpu")),
     "device-of-v": ({"v": zeros(2, 8, 2, 16, device="meta")}, ValueError, ("v", "meta", "cpu")),
     "q-not-a-tensor": ({"q": [[1.0]]}, TypeError, ("q", "list")),
+    "q-none": ({"q": None}, TypeError, ("q", "NoneType")),
     "k-none": ({"k": None}, TypeError, ("k", "NoneType")),
+    "v-none": ({"v": None}, TypeError, ("v", "NoneType")),
     # scale and softcap
     "scale-nan": ({"softmax_scale": NAN}, ValueError, ("softmax_scale", "nan")),
     "scale-inf": ({"softmax_scale": INF}, ValueError, ("softmax_scale", "inf")),
@@ -176,6 +180,7 @@ BAD_VARLEN: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] =
     "slopes-other-batch": ({"alibi_slopes": zeros(3, 4)}, ValueError, ("alibi_slopes", "(3, 4)")),
     "sinks-too-many": ({"sinks": zeros(5)}, ValueError, ("sinks", "(5,)")),
     "window-below-minus-one": ({"window": (-2, 0)}, ValueError, ("window", "-2")),
+    "window-of-many-bits": ({"window": (1 << 70, 0)}, ValueError, ("window", "64 bits")),
     "scale-nan": ({"softmax_scale": NAN}, ValueError, ("softmax_scale", "nan")),
     "softcap-negative": ({"softcap": -1.5}, ValueError, ("softcap", "-1.5")),
     "impl-unknown": ({"impl": "fastest"}, ValueError, ("impl", "fastest")),

@@ -108,7 +108,10 @@ def test_the_text_says_what_hopper_does(best: Any) -> None:
     assert best.predicted == launch.seconds > best.floor
     (predicted,) = (line for line in lines if line.startswith("predicted: "))
     assert predicted.startswith(f"predicted: {1e6 * launch.seconds:.1f} µs, ") and "% of the roofline" in predicted
-    assert "strategies:" not in lines
+    at = lines.index("strategies of the Triton kernel:")
+    # none is marked: another kernel serves
+    assert [line.split()[0] for line in lines[at + 1 : at + 5]] == list(STRATEGIES)
+    assert "waste 10.00%" in lines[at + 1] and "waste 43.75%" in lines[at + 2]
 
 
 def test_every_setting_of_a_hopper_tile_has_words() -> None:

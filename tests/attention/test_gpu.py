@@ -5,6 +5,9 @@ What the kernels share is tested here, with each of them; what only `impl="hoppe
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -359,6 +362,19 @@ def test_poison_that_a_row_does_not_see_does_not_reach_it(impl: str, poison: flo
     # Around poison the kernel sums in another order: each way rounds P to bf16 (2^-9 of each term) and then the output.
     torch.testing.assert_close(out[:, rows], clean[:, rows], atol=4 * 2**-9 * largest, rtol=0)
     torch.testing.assert_close(lse[:, :, rows], clean_lse[:, :, rows])
+
+
+@each_impl
+@pytest.mark.slow
+def test_memcheck_finds_nothing(impl: str) -> None:
+    """The calls of sanitize.py read and write only what is theirs."""
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        pytest.skip("compute-sanitizer is not installed")
+    memcheck = [tool, "--tool", "memcheck", "--error-exitcode", "1"]
+    command = [*memcheck, sys.executable, "-m", "tests.attention.sanitize", impl]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
 
 
 # Behaviour in company

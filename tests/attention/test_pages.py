@@ -63,6 +63,21 @@ def test_rows_instead_of_pages_are_refused(which: str, batch: Ragged) -> None:
         fk.attention_varlen(**arguments(batch, **{which: rows[which]}))
 
 
+@pytest.mark.parametrize("page", [-1, 10**6])
+def test_a_page_that_is_not_there_is_named(page: int, batch: Ragged) -> None:
+    good = arguments(batch)
+    good["block_table"][1, 2] = page
+    with pytest.raises(ValueError, match=says(f"block_table[1, 2]={page}", "sequence 1, slot 2", "is not in 0 to")):
+        fk.attention_varlen(**good)
+
+
+def test_pages_without_room_are_refused(batch: Ragged) -> None:
+    good = arguments(batch)
+    empty = {"k": good["k"][:, :0], "v": good["v"][:, :0], "cu_seqlens_k": torch.zeros(3).int(), "max_seqlen_k": 0}
+    with pytest.raises(ValueError, match=says("k has page_size=0")):
+        fk.attention_varlen(**good | empty)
+
+
 def test_pages_without_a_table_are_refused(batch: Ragged) -> None:
     with pytest.raises(ValueError, match=says("k", "4 dimensions")):
         fk.attention_varlen(**arguments(batch, block_table=None))

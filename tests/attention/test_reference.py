@@ -386,6 +386,14 @@ def test_module_computes_the_function(layout: str) -> None:
     assert torch.equal(module(*inputs), want)
 
 
+def test_module_drops_in_training_only() -> None:
+    inputs = qkv(Shape())
+    module = fk.Attention(dropout_p=0.4, impl="torch")
+    want = fk.attention(*inputs, dropout_p=0.4, dropout_seed=3, impl="torch")
+    assert torch.equal(module(*inputs, dropout_seed=3), want)
+    assert torch.equal(module.eval()(*inputs), fk.attention(*inputs, impl="torch"))
+
+
 # Numbers that are not finite
 
 

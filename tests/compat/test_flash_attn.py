@@ -495,6 +495,19 @@ def test_a_wrongly_packed_tensor_is_named_with_its_shape(name: str, shapes: list
         getattr(fa, name)(*(rand(*shape) for shape in shapes), *CALLS[name][1])
 
 
+def test_what_is_no_tensor_is_named() -> None:
+    with pytest.raises(TypeError, match=r"qkv must be a torch.Tensor, got NoneType"):
+        fa.flash_attn_qkvpacked_func(None)
+    with pytest.raises(TypeError, match=r"kv must be a torch.Tensor, got list"):
+        fa.flash_attn_kvpacked_func(rand(2, 5, 4, 8), [1])
+    pages = rand(4, 3, 2, HEAD_DIM)
+    with pytest.raises(TypeError, match=r"block_table must be a torch.Tensor, got list"):
+        fa.flash_attn_varlen_func(
+            rand(8, HEADS, HEAD_DIM), pages, pages, cu(2, 6), cu(7, 4), 6, 7,
+            block_table=[[0, 1, 2]] * 2,
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_function_compiles_without_a_graph_break(name: str) -> None:
     tensors, rest = CALLS[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -95,7 +96,129 @@ def test_pages() -> None:
     torch.testing.assert_close(out[1:], fk.attention(torch.ones(1, 1, 4, 16), keys[None], keys[None], impl="torch"))
 
 
-def test_left_padding_is_declined() -> None:
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("rows", [1, 3, 18])
+def test_left_padding(rows: int, causal: bool) -> None:
+    """A sequence begins at its padding. New keys are written, and turned, at their places in the row of the cache."""
+    k_cache, v_cache = caches(5, 32)
+    before = k_cache.clone()
+    index, pad = torch.tensor([4, 0, 2]), torch.tensor([2, 0, 11], dtype=torch.int32)
+    cos, sin = fk.rope_tables(32, 16)
+    q, k, v = torch.randn(3, rows, 4, 16), torch.randn(3, rows, 2, 16), torch.randn(3, rows, 2, 16)
+    out, lse = flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cos, sin, LENGTHS, index, pad, causal=causal, window_size=(9, -1),
+        return_softmax_lse=True,
+    )  # fmt: skip
+    place = LENGTHS[:, None] + torch.arange(rows)
+    turned_q, turned = fk.rope(q, k, cos, sin, position_ids=place, interleaved=True)
+    for b, (row, length, first) in enumerate(zip(index.tolist(), LENGTHS.tolist(), pad.tolist(), strict=True)):
+        end = length + rows
+        torch.testing.assert_close(k_cache[row, length:end], turned[b])
+        assert torch.equal(v_cache[row, length:end], v[b])
+        assert torch.equal(k_cache[row, :length], before[row, :length])
+        assert torch.equal(k_cache[row, end:], before[row, end:])
+        keys, values = k_cache[row, first:end][None], v_cache[row, first:end][None]
+        want, want_lse = fk.attention(
+            turned_q[b : b + 1], keys, values, causal=causal, window=(9, -1), return_lse=True, impl="torch"
+        )
+        torch.testing.assert_close(out[b : b + 1], want)
+        torch.testing.assert_close(lse[b : b + 1], want_lse)
+    assert torch.equal(k_cache[[1, 3]], before[[1, 3]])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
+@pytest.mark.parametrize("rows", [1, 3, 18])
+def test_a_gpu_does_what_the_cpu_does(rows: int, padded: bool) -> None:
+    """In fp32: the order of sums is all that differs."""
+    k_cache, v_cache = caches(5, 32)
+    pad = torch.tensor([2, 0, 11], dtype=torch.int32) if padded else None
+    q, k, v = torch.randn(3, rows, 4, 16), torch.randn(3, rows, 2, 16), torch.randn(3, rows, 2, 16)
+    given = (k, v, *fk.rope_tables(32, 16), LENGTHS, torch.tensor([4, 0, 2]), pad)
+    there = [x.cuda() for x in (q, k_cache, v_cache)]
+    found = flash_attn_with_kvcache(
+        *there, *(x if x is None else x.cuda() for x in given), causal=True, return_softmax_lse=True
+    )
+    want = flash_attn_with_kvcache(q, k_cache, v_cache, *given, causal=True, return_softmax_lse=True)
+    for x, y in zip((*found, *there[1:]), (*want, k_cache, v_cache), strict=True):
+        torch.testing.assert_close(x.cpu(), y, atol=2e-5, rtol=2e-5)
+
+
+def test_left_padding_wants_rows_in_one_line() -> None:
+    _, v_cache = caches()
+    wide = torch.zeros(3, 21, 2, 16)[:, :20]
+    with pytest.raises(fk.UnsupportedError, match="cache_leftpad: k_cache has strides"):
+        flash_attn_with_kvcache(torch.ones(3, 1, 4, 16), wide, v_cache, cache_seqlens=LENGTHS, cache_leftpad=LENGTHS)
+
+
+@pytest.mark.parametrize("rows", [4, 20])
+def test_more_queries_than_keys(rows: int) -> None:
+    """Causal is aligned bottom-right: the first queries see nothing."""
     k_cache, v_cache = caches()
-    with pytest.raises(fk.UnsupportedError, match="cache_leftpad"):
-        flash_attn_with_kvcache(torch.ones(3, 1, 4, 16), k_cache, v_cache, cache_leftpad=LENGTHS)
+    q = torch.randn(3, rows, 4, 16)
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=2, causal=True)
+    torch.testing.assert_close(out, fk.attention(q, k_cache[:, :2], v_cache[:, :2], causal=True, impl="torch"))
+
+
+def test_an_open_window_may_be_a_list() -> None:
+    """It hides nothing, so queries are turned all at the first new place, as with a tuple."""
+    cos, sin = fk.rope_tables(32, 16)
+    q, k, v = torch.randn(3, 2, 4, 16), torch.randn(3, 2, 2, 16), torch.randn(3, 2, 2, 16)
+    results = []
+    for window in ((-1, -1), [-1, -1]):
+        caches = torch.zeros(2, 3, 20, 2, 16)
+        results.append(flash_attn_with_kvcache(q, *caches, k, v, cos, sin, 5, window_size=window))
+    assert torch.equal(*results)
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "q-no-tensor": ({"q": None}, TypeError, "q must be a torch.Tensor, got NoneType"),
+    "q-rank": ({"q": torch.ones(3, 4, 16)}, ValueError, r"q has shape \(3, 4, 16\)"),
+    "cache-no-tensor": ({"k_cache": None}, TypeError, "k_cache must be a torch.Tensor, got NoneType"),
+    "v-alone": ({"v": torch.ones(3, 1, 2, 16)}, ValueError, "k and v belong together"),
+    "cos-alone": ({"rotary_cos": torch.ones(20, 8)}, ValueError, "rotary_cos and rotary_sin belong together"),
+    "rotary-without-keys": (
+        {"rotary_cos": torch.ones(20, 8), "rotary_sin": torch.ones(20, 8)},
+        ValueError,
+        "k and v are missing",
+    ),
+    "lengths-float": (
+        {"cache_seqlens": torch.ones(3)},
+        TypeError,
+        "cache_seqlens.dtype=torch.float32; it must be torch.int32",
+    ),
+    "lengths-a-float": ({"cache_seqlens": 3.0}, TypeError, "cache_seqlens=3.0 must be an int"),
+    "lengths-a-list": ({"cache_seqlens": [3, 4, 5]}, TypeError, r"cache_seqlens=\[3, 4, 5\] must be an int"),
+    "lengths-of-others": ({"cache_seqlens": LENGTHS[:2]}, ValueError, r"cache_seqlens has shape \(2,\); expected"),
+    "length-negative": ({"cache_seqlens": -1}, ValueError, "cache_seqlens=-1 must not be negative"),
+    "length-over-capacity": ({"cache_seqlens": 21}, ValueError, "cache_seqlens=21 and 0 new keys are over"),
+    "lengths-over-capacity": ({"cache_seqlens": LENGTHS + 10}, ValueError, r"lengths\[2\]=21 is not in 0 to 20"),
+    "index-a-list": ({"cache_batch_idx": [0, 1, 2]}, TypeError, "cache_batch_idx must be a torch.Tensor, got list"),
+    "index-float": ({"cache_batch_idx": torch.ones(3)}, TypeError, "cache_batch_idx.dtype=torch.float32"),
+    "index-of-others": ({"cache_batch_idx": torch.ones(2).int()}, ValueError, r"cache_batch_idx has shape \(2,\)"),
+    "index-over-the-cache": ({"cache_batch_idx": torch.tensor([0, 1, 3])}, ValueError, r"block_table\[2, 0\]=3"),
+    "table-a-list": ({"block_table": [[0], [1], [2]]}, TypeError, "block_table must be a torch.Tensor, got list"),
+    "table-rank": ({"block_table": torch.ones(3).int()}, ValueError, r"block_table has shape \(3,\)"),
+    "table-and-index": (
+        {"block_table": torch.ones(3, 1).int(), "cache_batch_idx": LENGTHS},
+        ValueError,
+        "cache_batch_idx is for a cache without block_table",
+    ),
+    "table-and-padding": (
+        {"block_table": torch.ones(3, 1).int(), "cache_leftpad": LENGTHS},
+        ValueError,
+        "cache_leftpad is for a cache without block_table",
+    ),
+    "padding-over-the-length": ({"cache_leftpad": LENGTHS + 1}, ValueError, r"cache_leftpad=\[6, 1, 12\] is not in 0"),
+    "padding-negative": ({"cache_leftpad": LENGTHS - 1}, ValueError, r"cache_leftpad=\[4, -1, 10\] is not in 0 to"),
+    "gradients": ({"q": torch.ones(3, 1, 4, 16).requires_grad_()}, fk.UnsupportedError, "no gradients"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_named(name: str) -> None:
+    changes, error, words = BAD[name]
+    k_cache, v_cache = caches()
+    good = {"q": torch.ones(3, 1, 4, 16), "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": LENGTHS}
+    with pytest.raises(error, match=words):
+        flash_attn_with_kvcache(**good | changes)

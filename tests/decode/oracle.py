@@ -68,7 +68,7 @@ def attention(
                     visible[i, length - count + j] &= tree[i, j]
     elif causal:
         visible &= key <= row
-    elif window[1] >= 0:
+    if window[1] >= 0:
         visible &= key <= row + window[1]
     if window[0] >= 0:
         visible &= key >= row - window[0]

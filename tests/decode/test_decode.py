@@ -13,10 +13,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import flashkernels as fk
+from flashkernels.decode.api import run
+from flashkernels.decode.tensors import Call
 from flashkernels.decode.triton import tiles
 from flashkernels.kvcache import PagedCache
 from flashkernels.tiling import use_tile
 
+from . import oracle
 from .cases import INTERPRETED, QUANTISED, cache_of, check, each_impl, interpreted, queries
 
 LENGTHS = [0, 1, 90, 5, 0, 64]
@@ -32,6 +35,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "scale": {"softmax_scale": -0.3},
     "invariant": {"batch_invariant": True},
     "tree": {"tree_mask": torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()},
+    "tree-with-a-window": {"tree_mask": torch.ones(3, 3).bool(), "window": (30, 1)},
     "everything": {
         "window": (40, -1),
         "softcap": 3.0,
@@ -132,6 +136,14 @@ def test_contiguous_cache(impl: str) -> None:
 
 
 @each_impl
+def test_contiguous_cache_of_eight_bits(impl: str) -> None:
+    k, v = torch.randint(-127, 128, (2, 2, 40, 2, 24), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    scales = torch.linspace(0.005, 0.02, 160).view(2, 40, 2).half()
+    cache = PagedCache.contiguous(k, v, torch.tensor([40, 3], dtype=torch.int32), scales, scales.flip(1).contiguous())
+    check(queries(cache, 2, dtype=torch.float16), cache, impl)
+
+
+@each_impl
 @pytest.mark.parametrize("form", ["fp16", "int8", "int4"])
 def test_nan_reaches_those_who_see_it_and_nobody_else(form: str, impl: str) -> None:
     """The last of three tokens has NaN: the two before it do not see it, nor does the other head."""
@@ -162,6 +174,18 @@ def test_queries_of_any_strides(impl: str) -> None:
     assert torch.equal(fk.decode(strided.transpose(2, 3).contiguous().transpose(2, 3), cache, impl=impl),
                        fk.decode(q, cache, impl=impl))  # fmt: skip
     check(strided, cache, impl)
+
+
+@each_impl
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_many_tokens_of_short_sequences(causal: bool, impl: str) -> None:
+    """More than `decode` takes, and than sequences have: a shared prefix and flash-attn's function ask for them."""
+    cache = cache_of([40, 3, 0, 21])
+    q = queries(cache, 21)
+    out, lse = run(Call(q, cache), 21, causal, None, (-1, -1), 0.0, True, False, False, impl)
+    assert lse is not None
+    for b in range(4):
+        oracle.assert_right(out[b], lse[b], q[b], *oracle.keys(cache, b), causal=causal)
 
 
 @each_impl

@@ -39,8 +39,10 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "sinks": ({"sinks": torch.ones(3)}, ValueError, r"sinks has shape \(3,\); expected \(4,\)"),
     "slopes": ({"alibi_slopes": torch.ones(4).int()}, TypeError, "alibi_slopes.dtype=torch.int32"),
     "window": ({"window": (3,)}, ValueError, "window"),
+    "window-of-many-bits": ({"window": (1 << 70, 0)}, ValueError, "has a side of more than 64 bits"),
     "softcap": ({"softcap": -1.0}, ValueError, "softcap=-1.0 must not be negative"),
     "causal": ({"causal": 1}, TypeError, "causal=1 must be a bool"),
+    "batch-invariant": ({"batch_invariant": 1}, TypeError, "batch_invariant=1 must be a bool"),
     "impl": ({"impl": "cuda"}, ValueError, "impl='cuda' is not one of 'auto', 'hopper', 'triton', 'torch'"),
 }
 

@@ -56,6 +56,14 @@ def test_bad_states_are_named() -> None:
         fk.merge_states([outs[0], outs[1][..., :8]], lses)
     with pytest.raises(ValueError, match=r"lses\[0\] has shape \(2, 3, 4\)"):
         fk.merge_states(outs, [x.transpose(1, 2) for x in lses])
+    with pytest.raises(TypeError, match=r"outs\[1\] must be a torch.Tensor, got list"):
+        fk.merge_states([outs[0], outs[1].tolist()], lses)
+    with pytest.raises(TypeError, match=r"lses\[0\].dtype=torch.int32 must be a floating-point type"):
+        fk.merge_states(outs, [x.int() for x in lses])
+    with pytest.raises(TypeError, match=r"sinks must be a torch.Tensor, got list"):
+        fk.merge_states(outs, lses, sinks=[1.0] * 4)
+    with pytest.raises(TypeError, match=r"sinks.dtype=torch.int64 must be a floating-point type"):
+        fk.merge_states(outs, lses, sinks=torch.ones(4).long())
 
 
 @each_impl
@@ -79,3 +87,11 @@ def test_prefix_is_one_sequence() -> None:
     cache = cache_of([5, 6])
     with pytest.raises(ValueError, match="prefix has 2 sequences"):
         fk.cascade_decode(queries(cache), cache, cache)
+
+
+def test_caches_of_another_type_are_named() -> None:
+    cache = cache_of([5])
+    with pytest.raises(TypeError, match=r"prefix must be a kvcache.PagedCache, got NoneType"):
+        fk.cascade_decode(queries(cache), None, cache)
+    with pytest.raises(TypeError, match=r"cache must be a kvcache.PagedCache, got NoneType"):
+        fk.cascade_decode(queries(cache), cache, None)

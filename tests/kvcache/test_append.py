@@ -137,6 +137,27 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "dtype": ({"k": torch.zeros(3, 4, 2, 40).double()}, TypeError, "k.dtype=torch.float64"),
     "sin-missing": ({"cos": torch.zeros(9, 20)}, ValueError, "one of them is missing"),
     "ids-alone": ({"position_ids": torch.zeros(3, 4).int()}, ValueError, "position_ids is for cos and sin"),
+    "ids-no-tensor": (
+        {"cos": torch.zeros(9, 20), "sin": torch.zeros(9, 20), "position_ids": [[0] * 4] * 3},
+        TypeError,
+        "position_ids must be a torch.Tensor, got list",
+    ),
+    "rotary-dim": (
+        {"cos": torch.zeros(9, 20), "sin": torch.zeros(9, 20), "rotary_dim": "40"},
+        TypeError,
+        "rotary_dim='40' must be an int, got str",
+    ),
+    "interleaved": ({"interleaved": "no"}, TypeError, "interleaved='no' must be a bool, got str"),
+    "cu-no-tensor": (
+        {"cu_seqlens": [0, 1, 2, 4], "k": torch.zeros(4, 2, 40), "v": torch.zeros(4, 2, 24)},
+        TypeError,
+        "cu_seqlens must be a torch.Tensor, got list",
+    ),
+    "cu-elsewhere": (
+        {"cu_seqlens": torch.zeros(4, device="meta").int(), "k": torch.zeros(4, 2, 40), "v": torch.zeros(4, 2, 24)},
+        ValueError,
+        "cu_seqlens.device=meta differs from k.device=cpu",
+    ),
     "too-many": (
         {"k": torch.zeros(3, 5, 2, 40), "v": torch.zeros(3, 5, 2, 24)},
         ValueError,

@@ -56,6 +56,8 @@ def test_bad_tensors_are_named(name: str) -> None:
         ({"format": "int2"}, "format='int2' is not one of"),
         ({"scales": "row"}, "scales='row' is not one of 'token', 'head'"),
         ({"page_size": 0}, "page_size=0 must be at least 1"),
+        ({"head_dim": -8}, "head_dim=-8 must be at least 1"),
+        ({"head_dim_v": -8}, "head_dim_v=-8 must not be negative"),
         ({"latent": True, "head_dim_v": 64}, "head_dim_v=64 is over head_dim=32"),
     ],
     ids=str,
@@ -64,6 +66,30 @@ def test_bad_sizes_are_named(arguments: dict[str, Any], words: str) -> None:
     sizes = {"num_pages": 4, "page_size": 8, "kv_heads": 2, "head_dim": 32} | arguments
     with pytest.raises(ValueError, match=words):
         PagedCache.allocate(block_table=TABLE, **sizes)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_scales_of_heads_are_positive(value: float) -> None:
+    cache = PagedCache.allocate(4, 8, 2, 32, block_table=TABLE, format="int8", scales="head")
+    cache.check()
+    assert cache.v_scale is not None
+    cache.v_scale[1] = value
+    with pytest.raises(ValueError, match=rf"v_scale\[1\]={value} must be positive and finite"):
+        cache.check()
+
+
+def test_arguments_of_another_type_are_named() -> None:
+    with pytest.raises(TypeError, match=r"page_size=8.0 must be an int, got float"):
+        PagedCache.allocate(4, 8.0, 2, 32, block_table=TABLE)
+    with pytest.raises(TypeError, match=r"block_table must be a torch.Tensor, got list"):
+        PagedCache.allocate(4, 8, 2, 32, block_table=[[0]])
+    with pytest.raises(TypeError, match=r"k must be a torch.Tensor, got NoneType"):
+        PagedCache.contiguous(None, torch.zeros(1), torch.zeros(1))
+    cache = PagedCache.allocate(4, 8, 2, 32, block_table=TABLE)
+    with pytest.raises(TypeError, match=r"tokens=1.5 must be an int"):
+        cache.advance(1.5)
+    with pytest.raises(ValueError, match=r"tokens is \(3,\) of torch.int64; expected an int or \(2,\)"):
+        cache.advance(torch.ones(3).long())
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,24 @@ def test_copy_names_what_is_wrong() -> None:
         copy_pages(cache, torch.ones(1), torch.ones(1).int())
     with pytest.raises(ValueError, match=r"target has shape \(2,\)"):
         copy_pages(cache, torch.ones(1).int(), torch.ones(2).int())
+    with pytest.raises(ValueError, match=r"target=\[3, 3\] names a page twice"):
+        copy_pages(cache, torch.tensor([0, 1]), torch.tensor([3, 3]))
+    with pytest.raises(TypeError, match=r"source must be a torch.Tensor, got list"):
+        copy_pages(cache, [0], [1])
+
+
+def test_bad_arguments_of_gather_are_named() -> None:
+    cache, _ = filled("fp32")
+    with pytest.raises(TypeError, match=r"length=2.5 must be an int, got float"):
+        gather(cache, 2.5)
+    with pytest.raises(TypeError, match=r"cache must be a kvcache.PagedCache, got NoneType"):
+        gather(None)
+
+
+def test_host_memory_is_for_caches_of_its_kind() -> None:
+    host = Host(filled("int4")[0], 2)
+    with pytest.raises(ValueError, match=r"cache has pages of .* this host memory was made for .*torch.uint8"):
+        host.swap_out(filled("int8")[0], pages=[0], slots=[0])
 
 
 def test_swap() -> None:

@@ -25,7 +25,14 @@ from flashkernels.attention.tensors import (
     unaddressable,
 )
 from flashkernels.attention.triton import backward_tiles
-from flashkernels.attention.validation import LAYOUTS, check_cu_values, check_dropout, described
+from flashkernels.attention.validation import (
+    LAYOUTS,
+    check_cu_values,
+    check_dropout,
+    check_flag,
+    check_pages,
+    described,
+)
 from flashkernels.dispatch import Impl, UnsupportedError, lacks_triton, leaves_the_cpu, select
 from flashkernels.hardware import GPUS, Gpu
 from flashkernels.jit.eager import unwatched
@@ -99,15 +106,15 @@ def needs_triton_backward(problem: BackwardProblem, gpu: Gpu | None) -> str | No
     if not problem.saved:
         return "needs the output and the log-sum-exp, which this forward did not keep"
     try:
-        backward_tiles.choose(problem.call, gpu or GPUS["h200"])
+        backward_tiles.choose(problem, gpu or GPUS["h200"])
     except TilingError as error:
         return str(error)
     return None
 
 
 def leaves_hopper(problem: BackwardProblem, gpu: Gpu | None) -> str | None:
-    """Nobody gets it unasked before its kernels, as they are now, have run on a GPU: its tests and the bench ask."""
-    return "its kernels have not run on a GPU as they are now"
+    """The backward follows a forward that was asked for by name."""
+    return f"impl={problem.impl!r} was asked for" if problem.impl in ("triton", "torch") else None
 
 
 def leaves_the_backward(problem: BackwardProblem, gpu: Gpu | None) -> str | None:
@@ -167,9 +174,9 @@ def attention(
             weights, whatever the implementation, and in the backward. None draws one from torch's generator of the
             device. A CUDA graph replays an int as it was captured; a tensor is read again, and None draws again.
         deterministic: makes the gradients the same to the bit in every run; so does
-            `torch.use_deterministic_algorithms(True)`. The forward always is, and so are the gradients of the `torch`
-            and `triton` implementations. A backward that adds up a gradient in an order that varies only serves with
-            `deterministic=False`.
+            `torch.use_deterministic_algorithms(True)`. The forward always is, and so are the gradients of k, v and the
+            rest. That of q is not, by default: on a GPU the fused backwards may add it up in an order that varies, and
+            its last bits with it.
 
     Returns:
         The output (B, S_q, H, D_v) in q's dtype (bf16 for FP8) and the layout asked for; with `return_lse` also
@@ -269,6 +276,20 @@ def _signature(tensors: Tensors | Given) -> tuple[Any, ...]:
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors])
 
 
+def _quick_signature(tensors: Tensors) -> tuple[Any, ...]:
+    """The same of a call of nothing but aligned q, k and v, in half of the time."""
+    for x in tensors[3:]:
+        if x is not None:
+            return _signature(tensors)
+    q, k, v = tensors[:3]
+    if q is None or k is None or v is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:  # None: refused later
+        return _signature(tensors)
+    return (
+        q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype,
+        v.device,
+    )  # fmt: skip
+
+
 def _problem(
     tensors: Tensors, max_q: int, max_k: int, causal: bool, softmax_scale: float | None, window: tuple[int, int],
     softcap: float, layout: str = "bshd", need_lse: bool = False, dropout_p: float = 0.0,
@@ -302,19 +323,14 @@ def _plan(
     return select(IMPLS, problem, gpu, impl).load().plan(problem, gpu, tensors)
 
 
-def _run(
-    tensors: Tensors, max_q: int, max_k: int, causal: bool, softmax_scale: float | None, window: tuple[int, int],
-    softcap: float, layout: str, need_lse: bool, impl: str, dropout_p: float,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+def _run(tensors: Tensors, settings: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
+    """`settings` are `_plan`'s, in its order."""
+    max_q, max_k, _, softmax_scale, window, softcap = settings[:6]
     # 1, 1.0 and True are equal, but not equally valid: types are part of the key
-    key = (
-        _signature(tensors), max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, override(),
-        dropout_p, type(dropout_p), type(max_q), type(max_k), type(causal), type(softmax_scale), type(softcap),
-        *[type(side) for side in window],
-    )  # fmt: skip
+    key = (_quick_signature(tensors), settings, override(), *map(type, settings), *map(type, window))
     plan = _plans.get(key)
     if plan is None:
-        plan = _plan(tensors, max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, dropout_p)
+        plan = _plan(tensors, *settings)
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
         _plans[key] = plan
@@ -322,6 +338,8 @@ def _run(
         check_cu_values("cu_seqlens_q", tensors.cu_seqlens_q, tensors.q.shape[0], max_q)
         keys = int(tensors.cu_seqlens_k[-1]) if tensors.block_table is not None else tensors.k.shape[0]
         check_cu_values("cu_seqlens_k", tensors.cu_seqlens_k, keys, max_k)
+        if tensors.block_table is not None:
+            check_pages(tensors.block_table, tensors.cu_seqlens_k, *tensors.k.shape[:2])
     scale = tensors.q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     return plan(tensors, scale, softcap)
 
@@ -336,8 +354,7 @@ def _call(
         window = tuple(window)
     settings = (max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, dropout_p)
     device = tensors.q.device.type if isinstance(tensors.q, Tensor) else ""
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic={deterministic!r} must be a bool, got {type(deterministic).__name__}")
+    check_flag("deterministic", deterministic)
     if (dropout_p != 0 or dropout_seed is not None) and device:
         check_dropout(dropout_p, dropout_seed, tensors.q)
         if dropout_p:
@@ -346,8 +363,8 @@ def _call(
         with torch.autocast(device, enabled=False):
             return _call(_autocast(tensors, device), *settings, deterministic, tensors.dropout_seed)
     if isinstance(window, tuple) and unwatched(tensors):
-        return _run(tensors, *settings)
-    _problem(tensors, max_q, max_k, causal, softmax_scale, window, softcap, dropout_p=dropout_p)  # the errors of eager
+        return _run(tensors, settings)
+    _problem(tensors, *settings[:8], dropout_p=dropout_p)  # the errors of eager
     scale = tensors.q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     keep = need_lse or (_fusable(device, impl) and _tracked(tensors))
     return attention_op(
@@ -390,9 +407,8 @@ def attention_op(
         dropout_seed,
     )  # fmt: skip
     window = (window_left, window_right)
-    out, lse = _run(
-        tensors, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, dropout_p
-    )
+    settings = (max_seqlen_q, max_seqlen_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, dropout_p)
+    out, lse = _run(tensors, settings)
     return out, q.new_empty(0, dtype=lse_dtype(q)) if lse is None or not need_lse else lse
 
 

@@ -78,12 +78,13 @@ class Explanation(Base):
         return _title(self.problem)
 
     def tiling(self) -> list[str]:
+        compared = [_line(choice, self.problem, choice is self.chosen) for choice in self.choices]
         if self.hopper:
-            return [f"tile: {self.hopper.tile.name}", *_lines(self.hopper, self.problem)]
+            own = [f"tile: {self.hopper.tile.name}", *_lines(self.hopper, self.problem)]
+            return [*own, "strategies of the Triton kernel:", *compared] if compared else own
         if self.impl != "triton" or not self.choices:
             return []
         name = self.chosen.best.tile.name if self.chosen and self.chosen.best else "none, the call would raise"
-        compared = [_line(choice, self.problem, choice is self.chosen) for choice in self.choices]
         return [f"tile: {name}", "strategies:", *compared]
 
     def notes(self) -> list[str]:

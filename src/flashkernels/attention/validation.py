@@ -41,6 +41,7 @@ def described(
     else:
         batch, seq_q, seq_k = q.shape[0], q.shape[1], k.shape[1]
     check_numbers(causal, softmax_scale, window, softcap)
+    check_flag("return_lse", need_lse)
     check_dropout(dropout_p, None, q)
     if alibi_slopes is not None:
         shapes = ((heads,), (batch, heads))
@@ -78,11 +79,25 @@ def check_cu_values(name: str, cu_seqlens: Tensor, total: int, longest: int) -> 
         raise ValueError(f"max_seqlen{name[-2:]}={longest} is less than the longest sequence, {max(steps)}, of {name}")
 
 
+def check_pages(block_table: Tensor, cu_seqlens_k: Tensor, pages: int, page_size: int) -> None:
+    """The entries of a block table that are used, where they can be read without waiting for a device."""
+    used = torch.arange(block_table.shape[1]) < ((cu_seqlens_k.diff() + page_size - 1) // page_size)[:, None]
+    wrong = (used & ((block_table < 0) | (block_table >= pages))).nonzero()
+    if wrong.numel():
+        b, slot = wrong[0].tolist()
+        raise ValueError(
+            f"block_table[{b}, {slot}]={int(block_table[b, slot])} of sequence {b}, slot {slot}, is not in 0 to"
+            f" {pages - 1}"
+        )
+
+
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor, rank: int, paged: bool = False) -> None:
     dense = "(batch, seq, heads, head_dim) in this order after `layout`"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.layout != torch.strided:
+            raise TypeError(f"{name}.layout={x.layout}; it must be torch.strided")
         pages = paged and name != "q"
         want = 4 if pages else rank
         shape = "(pages, page_size, heads, head_dim)" if pages else "(total, heads, head_dim)" if rank == 3 else dense
@@ -99,6 +114,8 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, rank: int, paged: bool = False) 
         for name, x in (("k", k), ("v", v)):
             if x.shape[0] != q.shape[0]:
                 raise ValueError(f"{name} has batch={x.shape[0]}, q has batch={q.shape[0]}")
+    if paged and k.shape[1] == 0:
+        raise ValueError(f"k has page_size=0, shape {tuple(k.shape)}; a page holds at least 1 key")
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"k has shape {tuple(k.shape)}, v has {tuple(v.shape)}: all but the last size must agree")
     if k.shape[-1] != q.shape[-1]:
@@ -154,9 +171,13 @@ def check_count(name: str, value: int) -> None:
         raise ValueError(f"{name}={value} must not be negative")
 
 
+def check_flag(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be a bool, got {type(value).__name__}")
+
+
 def check_numbers(causal: bool, softmax_scale: float | None, window: tuple[int, int], softcap: float) -> None:
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal={causal!r} must be a bool, got {type(causal).__name__}")
+    check_flag("causal", causal)
     for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
         if value is None and name == "softmax_scale":
             continue
@@ -175,6 +196,8 @@ def check_numbers(causal: bool, softmax_scale: float | None, window: tuple[int, 
             raise TypeError(f"window={window!r} must hold two ints, got {type(side).__name__}")
         if side < -1:
             raise ValueError(f"window={window!r} has a side below -1; -1 means unbounded")
+        if side >= 1 << 63:
+            raise ValueError(f"window={window!r} has a side of more than 64 bits; -1 means unbounded")
 
 
 def check_dropout(p: float, seed: int | Tensor | None, q: Tensor) -> None:

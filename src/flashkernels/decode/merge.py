@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flashkernels.attention.validation import check_extra
 from flashkernels.decode.api import decode, run
 from flashkernels.decode.tensors import Call
 from flashkernels.kvcache.cache import PagedCache
@@ -69,8 +70,9 @@ def cascade_decode(
     >>> fk.cascade_decode(torch.randn(2, 1, 4, 16), prefix, cache).shape
     torch.Size([2, 1, 4, 16])
     """
-    if not isinstance(prefix, PagedCache):
-        raise TypeError(f"prefix must be a kvcache.PagedCache, got {type(prefix).__name__}")
+    for name, x in (("prefix", prefix), ("cache", cache)):
+        if not isinstance(x, PagedCache):
+            raise TypeError(f"{name} must be a kvcache.PagedCache, got {type(x).__name__}")
     if prefix.batch != 1:
         raise ValueError(f"prefix has {prefix.batch} sequences; the one that is shared is one")
     if prefix.head_dim_v != cache.head_dim_v or prefix.kv_heads != cache.kv_heads:
@@ -97,6 +99,12 @@ def cascade_decode(
 def _check(outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None) -> None:
     if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(f"{len(outs)} outputs and {len(lses)} log-sum-exps: there must be as many, and at least one")
+    for name, parts in (("outs", outs), ("lses", lses)):
+        for i, x in enumerate(parts):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name}[{i}] must be a torch.Tensor, got {type(x).__name__}")
+            if not x.dtype.is_floating_point:
+                raise TypeError(f"{name}[{i}].dtype={x.dtype} must be a floating-point type")
     first = outs[0]
     rank = first.dim()
     if rank not in (3, 4):
@@ -110,5 +118,5 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None)
             raise ValueError(
                 f"lses[{i}] has shape {tuple(lse.shape)} on {lse.device}; expected {rows} on {first.device}"
             )
-    if sinks is not None and tuple(sinks.shape) != (rows[-2],):
-        raise ValueError(f"sinks has shape {tuple(sinks.shape)}; expected ({rows[-2]},)")
+    if sinks is not None:
+        check_extra("sinks", sinks, first, ((rows[-2],),))

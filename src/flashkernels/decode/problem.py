@@ -59,9 +59,9 @@ class DecodeProblem:
 
     @property
     def band(self) -> tuple[int, int]:
-        """(left, right) of the visible band, -1: unbounded. Causal makes right 0; a tree says itself what is hidden."""
+        """(left, right) of the visible band, -1: unbounded. Causal makes right 0; a tree stands instead of causal."""
         left, right = self.window
-        return left, (-1 if self.tree else 0 if self.causal else right)
+        return left, 0 if self.causal and not self.tree else right
 
     def keys(self) -> int:
         """Keys of all sequences, were they as long as they can be."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flashkernels.attention.tensors import unaddressable
-from flashkernels.attention.validation import check_count, check_extra, check_numbers
+from flashkernels.attention.validation import check_count, check_extra, check_flag, check_numbers
 from flashkernels.decode.problem import DecodeProblem
 from flashkernels.decode.tensors import Call
 from flashkernels.kvcache.cache import PagedCache
@@ -25,6 +25,8 @@ def described(
     _check_q(call, 3 if ragged else 4)
     heads = q.shape[-2]
     check_numbers(causal, softmax_scale, window, softcap)
+    check_flag("return_lse", need_lse)
+    check_flag("batch_invariant", batch_invariant)
     if call.alibi_slopes is not None:
         check_extra("alibi_slopes", call.alibi_slopes, q, ((heads,), (cache.batch, heads)))
     if call.sinks is not None:

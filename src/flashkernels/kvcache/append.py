@@ -76,7 +76,7 @@ def append(
     >>> torch.equal(cache.k[0, 0], k[0, 4])
     True
     """
-    _check(cache, k, v, cos, sin, position_ids, cu_seqlens, rotary_dim)
+    _check(cache, k, v, cos, sin, position_ids, cu_seqlens, rotary_dim, interleaved)
     if check or readable(k):
         cache.check()
         _check_places(cache, k, cu_seqlens)
@@ -95,7 +95,7 @@ def append(
 
 def _check(
     cache: PagedCache, k: Tensor, v: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-    position_ids: Tensor | None, cu_seqlens: Tensor | None, rotary_dim: int | None,
+    position_ids: Tensor | None, cu_seqlens: Tensor | None, rotary_dim: int | None, interleaved: bool,
 ) -> None:  # fmt: skip
     if not isinstance(cache, PagedCache):
         raise TypeError(f"cache must be a kvcache.PagedCache, got {type(cache).__name__}")
@@ -119,6 +119,15 @@ def _check(
         raise ValueError(
             f"k is {tuple(k.shape)} of {k.dtype}, v is {tuple(v.shape)} of {v.dtype}: all but D must agree"
         )
+    for name, other in (("position_ids", position_ids), ("cu_seqlens", cu_seqlens)):
+        if other is not None and not isinstance(other, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(other).__name__}")
+        if other is not None and other.device != k.device:
+            raise ValueError(f"{name}.device={other.device} differs from k.device={k.device}")
+    if rotary_dim is not None and (isinstance(rotary_dim, bool) or not isinstance(rotary_dim, (int, torch.SymInt))):
+        raise TypeError(f"rotary_dim={rotary_dim!r} must be an int, got {type(rotary_dim).__name__}")
+    if not isinstance(interleaved, bool):
+        raise TypeError(f"interleaved={interleaved!r} must be a bool, got {type(interleaved).__name__}")
     if cu_seqlens is not None:
         if cu_seqlens.dtype != torch.int32 or tuple(cu_seqlens.shape) != (cache.batch + 1,):
             got = f"{tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}"
@@ -136,6 +145,8 @@ def _check(
         check_rows(name, x)
         if x.dim() != 2 or x.shape != cos.shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (positions, rotary_dim / 2), both the same")
+        if x.device != k.device:
+            raise ValueError(f"{name}.device={x.device} differs from k.device={k.device}")
     turned = rotary_dim if rotary_dim is not None else min(2 * cos.shape[1], cache.head_dim)
     if turned < 0 or turned % 2 or turned > cache.head_dim or cos.shape[1] not in (turned, turned // 2):
         raise ValueError(
@@ -146,9 +157,6 @@ def _check(
             raise TypeError(f"position_ids.dtype={position_ids.dtype}; it must be torch.int32 or torch.int64")
         if position_ids.shape != k.shape[:-2]:
             raise ValueError(f"position_ids has shape {tuple(position_ids.shape)}; expected {tuple(k.shape[:-2])}")
-    for name, other in (("cos", cos), ("sin", sin), ("position_ids", position_ids), ("cu_seqlens", cu_seqlens)):
-        if other is not None and other.device != k.device:
-            raise ValueError(f"{name}.device={other.device} differs from k.device={k.device}")
 
 
 def _check_places(cache: PagedCache, k: Tensor, cu_seqlens: Tensor | None) -> None:

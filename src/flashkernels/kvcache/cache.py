@@ -75,9 +75,14 @@ class PagedCache:
         form = lookup(format)
         if scales not in SCALES:
             raise ValueError(f"scales={scales!r} is not one of {', '.join(map(repr, SCALES))}")
-        for name, size in (("num_pages", num_pages), ("page_size", page_size), ("kv_heads", kv_heads)):
-            if size < 1:
-                raise ValueError(f"{name}={size} must be at least 1")
+        least = {"num_pages": num_pages, "page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
+        for name, size in (*least.items(), ("head_dim_v", head_dim_v)):
+            if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
+                raise TypeError(f"{name}={size!r} must be an int, got {type(size).__name__}")
+            if size < (name in least):
+                raise ValueError(f"{name}={size} must {'be at least 1' if name in least else 'not be negative'}")
+        if not isinstance(block_table, Tensor):
+            raise TypeError(f"block_table must be a torch.Tensor, got {type(block_table).__name__}")
         dim_v = head_dim_v or head_dim
         for dim in (head_dim, dim_v):
             if dim % form.packed:
@@ -105,10 +110,15 @@ class PagedCache:
         return PagedCache(k, v, block_table, lengths, k_scale, v_scale)
 
     @staticmethod
-    def contiguous(k: Tensor, v: Tensor, lengths: Tensor) -> PagedCache:
-        """Tensors (B, S, H_kv, D) and (B, S, H_kv, D_v) as a cache of one page for each sequence, without a copy."""
+    def contiguous(
+        k: Tensor, v: Tensor, lengths: Tensor, k_scale: Tensor | None = None, v_scale: Tensor | None = None
+    ) -> PagedCache:  # fmt: skip
+        """Tensors (B, S, H_kv, D) and (B, S, H_kv, D_v) as a cache of one page for each sequence, without a copy;
+        quantised ones with their scales."""
+        if not isinstance(k, Tensor):
+            raise TypeError(f"k must be a torch.Tensor, got {type(k).__name__}")
         table = torch.arange(k.shape[0], dtype=torch.int32, device=k.device)[:, None]
-        return PagedCache(k, v, table, lengths)
+        return PagedCache(k, v, table, lengths, k_scale, v_scale)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -153,22 +163,33 @@ class PagedCache:
 
     def advance(self, tokens: int | Tensor) -> None:
         """Counts new tokens: one number for all sequences, or (B,). `append` then writes them, layer by layer."""
+        if isinstance(tokens, Tensor):
+            if tokens.dtype.is_floating_point or tuple(tokens.shape) not in ((), (1,), (self.batch,)):
+                got = f"{tuple(tokens.shape)} of {tokens.dtype}"
+                raise ValueError(f"tokens is {got}; expected an int or ({self.batch},) of integers")
+        elif isinstance(tokens, bool) or not isinstance(tokens, (int, torch.SymInt)):
+            raise TypeError(f"tokens={tokens!r} must be an int or a torch.Tensor, got {type(tokens).__name__}")
         self.lengths.add_(tokens)
 
     def check(self) -> None:
         """Raises where a length is over the capacity, or the block table names a page that is not there, with the
-        sequence and the slot. What is wrong is found on the device and read once, so this waits for the device; while a
-        CUDA graph is captured it cannot, and raises `UnsupportedError`. `check=True` of an op is this call."""
+        sequence and the slot, or where the scale of a head is not positive. What is wrong is found on the device and
+        read once, so this waits for the device; while a CUDA graph is captured it cannot, and raises
+        `UnsupportedError`. `check=True` of an op is this call."""
         if self.k.is_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError("check=True waits for the device, which a graph under capture cannot: check before")
         lengths, table = self.lengths, self.block_table
         slots = torch.arange(table.shape[1], device=lengths.device)
         used = slots < ((lengths + self.page_size - 1) // self.page_size)[:, None]
-        found = (
+        found = [
             *_first((lengths < 0) | (lengths > self.capacity), lengths),
             *_first(used & ((table < 0) | (table >= self.k.shape[0])), table),
-        )
-        wrong_length, b, length, wrong_page, at, page = torch.stack(found).tolist()
+        ]
+        named = (("k_scale", self.k_scale), ("v_scale", self.v_scale))
+        fixed = [(name, x) for name, x in named if x is not None and x.dim() == 1]
+        for _, scale in fixed:
+            found += _first(~((scale > 0) & scale.isfinite()), scale)[:2]
+        wrong_length, b, length, wrong_page, at, page, *scales = torch.stack(found).tolist()
         if wrong_length:
             raise ValueError(f"lengths[{b}]={length} is not in 0 to {self.capacity}, the capacity of sequence {b}")
         if wrong_page:
@@ -176,6 +197,9 @@ class PagedCache:
             raise ValueError(
                 f"block_table[{b}, {slot}]={page} of sequence {b}, slot {slot}, is not in 0 to {self.k.shape[0] - 1}"
             )
+        for (name, scale), wrong, head in zip(fixed, scales[::2], scales[1::2], strict=True):
+            if wrong:
+                raise ValueError(f"{name}[{head}]={float(scale[head])} must be positive and finite")
 
 
 def readable(x: Tensor) -> bool:

@@ -30,6 +30,9 @@ def gather(
     >>> gather(cache)[0].flatten().tolist()
     [4.0, 5.0, 0.0, 0.0]
     """
+    _check_cache(cache)
+    if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):
+        raise TypeError(f"length={length!r} must be an int, got {type(length).__name__}")
     length = length or cache.capacity
     if not 0 <= length <= cache.capacity:
         raise ValueError(f"length={length} is not in 0 to {cache.capacity}, the capacity")
@@ -55,7 +58,10 @@ def copy_pages(cache: PagedCache, source: Tensor, target: Tensor) -> None:
 
     `source` and `target` are (n,) int32 or int64 on the device of the cache; a target is named once. For copy-on-write.
     """
+    _check_cache(cache)
     for name, pages in (("source", source), ("target", target)):
+        if not isinstance(pages, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(pages).__name__}")
         if pages.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name}.dtype={pages.dtype}; it must be torch.int32 or torch.int64")
         if pages.dim() != 1 or pages.shape != source.shape:
@@ -64,6 +70,8 @@ def copy_pages(cache: PagedCache, source: Tensor, target: Tensor) -> None:
             raise ValueError(f"{name}.device={pages.device} differs from that of the cache, {cache.k.device}")
         if readable(pages) and ((pages < 0) | (pages >= cache.k.shape[0])).any():
             raise ValueError(f"{name}={pages.tolist()} names a page that is not in 0 to {cache.k.shape[0] - 1}")
+    if readable(target) and target.unique().numel() != target.numel():
+        raise ValueError(f"target={target.tolist()} names a page twice")
     for x in _stored(cache):
         x.index_copy_(0, target.long(), x.index_select(0, source.long()))
 
@@ -83,6 +91,7 @@ class Host:
     """
 
     def __init__(self, cache: PagedCache, pages: int) -> None:
+        _check_cache(cache)
         if pages < 1:
             raise ValueError(f"pages={pages} must be at least 1")
         cuda = cache.k.is_cuda
@@ -105,6 +114,11 @@ class Host:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
 
     def _copy(self, cache: PagedCache, pages: Sequence[int], slots: Sequence[int], *, out: bool) -> None:
+        _check_cache(cache)
+        stored = _stored(cache)
+        kinds = [[(x.shape[1:], x.dtype) for x in each] for each in (stored, self.buffers)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(f"cache has pages of {kinds[0]}; this host memory was made for {kinds[1]}")
         if len(pages) != len(slots):
             raise ValueError(f"{len(pages)} pages and {len(slots)} slots: there must be as many")
         for name, numbers, end in (("pages", pages, cache.k.shape[0]), ("slots", slots, self.pages)):
@@ -114,10 +128,15 @@ class Host:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):  # None: no change
-            for x, host in zip(_stored(cache), self.buffers, strict=True):
+            for x, host in zip(stored, self.buffers, strict=True):
                 for page, slot in zip(pages, slots, strict=True):
                     to, source = (host[slot], x[page]) if out else (x[page], host[slot])
                     to.copy_(source, non_blocking=True)
+
+
+def _check_cache(cache: PagedCache) -> None:
+    if not isinstance(cache, PagedCache):
+        raise TypeError(f"cache must be a kvcache.PagedCache, got {type(cache).__name__}")
 
 
 def _stored(cache: PagedCache) -> list[Tensor]:

@@ -71,7 +71,7 @@ OPERANDS, CROWDED = 208, 204
 def by_dimension(dim: int, dim_v: int, *, softcap: bool, hides: bool, crowded: bool) -> BackwardTile:
     """The fastest at 64, 72, 96 and 128 (H200, 2026-11-15, B=4, S=4096), and their neighbours.
 
-    K and V in registers gave 5 to 6 % at 64 and 72. Separate registers for dS gave 2 to 5 % where all of dQ's columns are
+    K and V in registers gave 5 to 6 % at 64 and 72. Separate registers for dS gave 2 to 5 % where all columns of dQ are
     one warpgroup's, and lost as much where they are halves. At 64, halves are 3 % faster, and under a causal mask 2 %
     slower.
     """

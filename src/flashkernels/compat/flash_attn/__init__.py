@@ -12,8 +12,9 @@ Where the two differ:
 - `block_table` takes pages of any size. The Hopper kernel reads those of a multiple of 64 keys; the rest, and other
   GPUs, are served by the plain `torch` implementation, which is slow. There are no gradients through pages.
 - `deterministic` is that of `fk.attention`: the forward always is.
-- `flash_attn_with_kvcache` takes no `cache_leftpad`; `num_splits` changes nothing: how keys are split follows from the
-  lengths, on the device.
+- `flash_attn_with_kvcache`: `num_splits` changes nothing: how keys are split follows from the lengths, on the device.
+  `cache_leftpad` wants a cache whose rows lie in one line, and reads it key by key, which is slower. A q that asks for
+  gradients raises `UnsupportedError`; flash-attn returns a result without.
 - The third result of `return_attn_probs=True` is None without dropout (flash-attn from 2.7 on has an empty tensor).
   With dropout it is the softmax, negative where a weight was dropped, (batch, nheads, S_q, S_k) without flash-attn's
   padding. It is computed apart, in plain torch, for tests: more than 2^26 weights raise `UnsupportedError`.
@@ -29,13 +30,14 @@ from torch import Tensor
 
 from flashkernels.attention.api import attention, attention_varlen
 from flashkernels.attention.dropout import seed_tensor
-from flashkernels.attention.validation import check_dropout
+from flashkernels.attention.validation import check_count, check_dropout
 from flashkernels.compat.flash_attn.probabilities import signed, signed_varlen
-from flashkernels.decode.api import attention_paged, decode
-from flashkernels.decode.validation import MOST_TOKENS
+from flashkernels.decode.api import run
+from flashkernels.decode.tensors import Call
 from flashkernels.dispatch import UnsupportedError
 from flashkernels.fused.rope import rope
 from flashkernels.kvcache import PagedCache, append
+from flashkernels.kvcache.cache import readable
 
 __all__ = [
     "flash_attn_func",
@@ -162,6 +164,7 @@ def flash_attn_varlen_func(
     if block_table is not None:
         if seed is not None:
             raise UnsupportedError(f"dropout_p={dropout_p}: there is no dropout over pages (block_table)")
+        _check_integers("block_table", block_table, q)
         block_table = block_table.contiguous()  # flash-attn also takes the left part of a larger table
     found = attention_varlen(
         q,
@@ -364,11 +367,12 @@ def flash_attn_with_kvcache(
             (num_blocks, page_block_size, nheads_k, headdim).
         v_cache: the same.
         k, v: (batch, S_new, nheads_k, headdim), written to the cache after the keys that are there.
-        rotary_cos, rotary_sin: (S_ro, rotary_dim / 2): turn k, and q: at the places of the new keys where causal or
-            window_size hides something, else all at the first of them.
+        rotary_cos, rotary_sin: (S_ro, rotary_dim / 2), with k and v: turn k, and q: at the places of the new keys where
+            causal or window_size hides something, else all at the first of them.
         cache_seqlens: keys there are before k is added: (batch,) int32, or one number; by default the whole cache.
         cache_batch_idx: (batch,): the row of the cache that each sequence is; not with block_table.
-        cache_leftpad: must be None.
+        cache_leftpad: (batch,): where each sequence begins in its row of the cache; cache_seqlens and the places of
+            rotary_cos count from the row's own beginning all the same. Not with block_table.
         block_table: (batch, max_num_blocks_per_seq) int32.
         num_splits: accepted; the split follows from the lengths.
 
@@ -385,57 +389,99 @@ def flash_attn_with_kvcache(
     >>> torch.equal(cache[:, 3], new[:, 0])
     True
     """
-    if cache_leftpad is not None:
-        raise UnsupportedError("cache_leftpad: padding on the left is not supported; pass None")
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected 4 dimensions")
     if (k is None) != (v is None):
         raise ValueError("k and v belong together: one of them is missing")
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise ValueError("rotary_cos and rotary_sin belong together: one of them is missing")
+    if rotary_cos is not None and k is None:
+        raise ValueError("rotary_cos and rotary_sin are for new keys: k and v are missing")
     batch, rows = q.shape[:2]
-    added = 0 if k is None else k.shape[1]
+    added = k.shape[1] if isinstance(k, Tensor) and k.dim() == 4 else 0  # what else it may be, `append` refuses
     if block_table is None:
         first = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx
+        _check_integers("cache_batch_idx", first, q, batch)
         table = first.to(torch.int32)[:, None].contiguous()
-    elif cache_batch_idx is not None:
-        raise ValueError("cache_batch_idx is for a cache without block_table")
     else:
+        for name, given in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+            if given is not None:
+                raise ValueError(f"{name} is for a cache without block_table")
+        _check_integers("block_table", block_table, q)
+        if block_table.dim() != 2:
+            raise ValueError(f"block_table has shape {tuple(block_table.shape)}; expected ({batch}, pages)")
         table = block_table.contiguous()
+    capacity = table.shape[1] * k_cache.shape[1]
     if cache_seqlens is None:
-        cache_seqlens = table.shape[1] * k_cache.shape[1] - added
-    if isinstance(cache_seqlens, int):
+        cache_seqlens = max(0, capacity - added)
+    if not isinstance(cache_seqlens, Tensor):
+        check_count("cache_seqlens", cache_seqlens)
+        if cache_seqlens + added > capacity:
+            raise ValueError(f"cache_seqlens={cache_seqlens} and {added} new keys are over the capacity, {capacity}")
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    _check_integers("cache_seqlens", cache_seqlens, q, batch)
     cache = PagedCache(k_cache, v_cache, table, (cache_seqlens + added).to(torch.int32))
+    places = None
+    if cache_leftpad is not None:
+        cache = _from(cache_leftpad, cache, q)
+        places = (cache_seqlens[:, None] + torch.arange(added, device=q.device)).int()
     if k is not None:
-        append(cache, k, v, cos=rotary_cos, sin=rotary_sin, interleaved=rotary_interleaved)
+        append(
+            cache, k, v, cos=rotary_cos, sin=rotary_sin, interleaved=rotary_interleaved,
+            position_ids=None if rotary_cos is None else places,
+        )  # fmt: skip
     if rotary_cos is not None and rotary_sin is not None:
-        steps = torch.arange(rows, device=q.device) if causal or window_size != (-1, -1) else q.new_zeros(rows).int()
+        ordered = causal or tuple(window_size) != (-1, -1)
+        steps = torch.arange(rows, device=q.device) if ordered else q.new_zeros(rows).int()
         ids = cache_seqlens[:, None] + steps
         q, _ = rope(q, q[:, :, :0], rotary_cos, rotary_sin, position_ids=ids.int(), interleaved=rotary_interleaved)
-    if rows <= MOST_TOKENS:
-        return decode(
-            q,
-            cache,
-            causal=causal,
-            softmax_scale=softmax_scale,
-            window=window_size,
-            softcap=max(softcap, 0.0),
-            alibi_slopes=alibi_slopes,
-            return_lse=return_softmax_lse,
-        )
-    ends = torch.arange(0, batch * rows + 1, rows, dtype=torch.int32, device=q.device)
-    found = attention_paged(
-        q.reshape(batch * rows, *q.shape[2:]),
-        cache,
-        ends,
-        rows,
-        causal=causal,
-        softmax_scale=softmax_scale,
-        window=window_size,
-        softcap=max(softcap, 0.0),
-        alibi_slopes=alibi_slopes,
-        return_lse=return_softmax_lse,
-    )
-    out, lse = found if isinstance(found, tuple) else (found, None)
-    out = out.view(batch, rows, *out.shape[1:])
-    return out if lse is None else (out, lse.view(-1, batch, rows).transpose(0, 1))
+    found = run(
+        Call(q, cache, None, alibi_slopes), rows, causal, softmax_scale, window_size, max(softcap, 0.0),
+        return_softmax_lse, False, False, "auto",
+    )  # fmt: skip
+    if not return_softmax_lse:
+        return found[0]
+    assert found[1] is not None  # it was asked for
+    return found[0], found[1]
+
+
+def _from(leftpad: Tensor, cache: PagedCache, q: Tensor) -> PagedCache:
+    """The cache of one page for each sequence, without the first keys of each: every key is a page of its own."""
+    _check_integers("cache_leftpad", leftpad, q, cache.batch)
+    if readable(leftpad):
+        cache.check()  # what is over one sequence would be in the next
+        if ((leftpad < 0) | (leftpad > cache.lengths)).any():
+            raise ValueError(f"cache_leftpad={leftpad.tolist()} is not in 0 to the lengths, {cache.lengths.tolist()}")
+    rows = cache.page_size
+    places = leftpad[:, None] + torch.arange(rows, device=q.device)
+    table = cache.block_table * rows + places.clamp(max=rows - 1)
+    lengths = (cache.lengths - leftpad).to(torch.int32)
+    k, v = _key_by_key("k_cache", cache.k), _key_by_key("v_cache", cache.v)
+    return PagedCache(k, v, table.to(torch.int32), lengths)
+
+
+def _key_by_key(name: str, x: Tensor) -> Tensor:
+    """(batch_cache, S_cache, ...) as (batch_cache * S_cache, 1, ...), never by a copy: it is written to."""
+    try:
+        return x.view(-1, 1, *x.shape[2:])
+    except RuntimeError:
+        reason = f"cache_leftpad: {name} has strides {x.stride()}; its rows do not lie in one line"
+        raise UnsupportedError(reason) from None
+
+
+def _check_integers(name: str, x: Tensor, q: Tensor, count: int | None = None) -> None:
+    """x is a tensor of integers on the device of q, with `count` of them where that is given."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}.dtype={x.dtype}; it must be torch.int32")
+    if count is not None and tuple(x.shape) != (count,):
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected ({count},), one for each sequence of q")
+    if isinstance(q, Tensor) and x.device != q.device:
+        raise ValueError(f"{name}.device={x.device} differs from q.device={q.device}")
 
 
 def _seed(dropout_p: float, q: Tensor) -> Tensor | None:
@@ -446,6 +492,8 @@ def _seed(dropout_p: float, q: Tensor) -> Tensor | None:
 
 def _unpacked(name: str, packed: Tensor, axes: tuple[str, ...]) -> tuple[Tensor, ...]:
     """The tensors stacked along the third axis from the end, as views; `axes` are the names of a right shape."""
+    if not isinstance(packed, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(packed).__name__}")
     if packed.dim() != len(axes) or packed.shape[-3] != int(axes[-3]):
         raise ValueError(f"{name} has shape {tuple(packed.shape)}, not ({', '.join(axes)})")
     return packed.unbind(-3)  # its gradient is one stack, not one padded tensor for each part

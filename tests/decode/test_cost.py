@@ -1,0 +1,40 @@
+"""The predicted time of decode: near the committed measurements, and larger for more work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flashkernels.bench.results import read
+from flashkernels.decode import cost
+from flashkernels.decode.cases import suite
+from flashkernels.hardware import lookup
+from flashkernels.profiling.calibration import predictions
+
+H200 = lookup("h200")
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200" / "decode-formats.json"
+CASES = {case.name: case.problem for case in suite("formats")}
+
+
+@pytest.mark.parametrize("impl", ["hopper", "triton"])
+def test_four_in_five_predictions_are_within_20_percent(impl: str) -> None:
+    found = [prediction for prediction in predictions(read(RESULTS)) if prediction.row.impl == impl]
+    assert len(found) >= 28
+    assert sum(prediction.near for prediction in found) >= 0.8 * len(found)
+
+
+def test_more_keys_take_longer_and_fewer_bits_never_do() -> None:
+    problem = CASES["bf16-b64-s4096"]
+    seconds = cost.seconds(problem, "hopper", H200)
+    assert seconds and seconds > problem.bytes() / H200.bandwidth
+    assert seconds < (cost.seconds(replace(problem, batch=128, total=0), "hopper", H200) or 0)
+    narrow = [cost.seconds(CASES[f"{name}-b64-s4096"], "hopper", H200) for name in ("bf16", "fp8", "int4")]
+    assert narrow == sorted(narrow, reverse=True)  # type: ignore[type-var]
+
+
+def test_what_was_not_measured_is_not_predicted() -> None:
+    problem = CASES["bf16-b64-s4096"]
+    assert cost.seconds(replace(problem, tokens=8), "hopper", H200) is None
+    assert cost.seconds(problem, "torch", H200) is None
