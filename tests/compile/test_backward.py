@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.triton import backward_tiles
-from flashkernels.attention.triton.backward_build import compile_pass, compile_rows
+from flashkernels.attention.triton.backward_build import compile_pass, compile_rows, compile_sums
 from flashkernels.attention.triton.build import LARGE
 from flashkernels.hardware import Gpu, lookup
 from flashkernels.jit.offline import Resources
+from flashkernels.tiling import Tile
 
 from .sass import loops, matrix, spills
 
@@ -20,15 +22,24 @@ GPUS = ("a100", "h200", "rtx5090")  # sm_80, 90, 120
 MATRIX = {8: "HMMA", 9: "HGMMA", 12: "HMMA"}
 EVERYTHING = {"causal": True, "window": (1024, 0), "softcap": True, "alibi": True, "sinks": True}
 RARE = 16  # registers stored or loaded in a pass of the interior loop, where dK and dV are wide
-BYTES = 1024  # of local memory a thread, most of it for what is used once a head
+BYTES = 1280  # of local memory a thread, most of it for what is used once a head
 
 each_gpu = pytest.mark.parametrize("gpu", [lookup(key) for key in GPUS], ids=GPUS)
 each_pass = pytest.mark.parametrize("name", ["dkdv", "dq"])
 
 
+def chosen(name: str, problem: AttentionProblem, gpu: Gpu) -> Tile:
+    """Of "dkdv" or "dq", or of "adding", which is the first where it adds up dQ."""
+    tiles = backward_tiles.choose(BackwardProblem(problem, ("q", "k", "v"), deterministic=name != "adding"), gpu)
+    assert (tiles.dq is None) == (name == "adding")
+    tile = tiles.dq if name == "dq" else tiles.dkdv
+    assert tile is not None
+    return tile
+
+
 def compiled(name: str, gpu: Gpu, head_dim: int, **features: Any) -> Resources:
     problem = replace(LARGE, **{"head_dim": head_dim, "head_dim_v": head_dim} | features)
-    tile = getattr(backward_tiles.choose(problem, gpu), name)
+    tile = chosen(name, problem, gpu)
     made = compile_pass(name, tile, problem, gpu)
     assert made.shared <= backward_tiles.shared_bytes(name, tile, problem) <= gpu.shared_per_block, tile.name
     assert made.spills <= BYTES, tile.name
@@ -63,6 +74,16 @@ def test_a_tile_fits_and_hardly_spills(
 
 
 @each_pass
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_sm_100_runs_its_matrix_instruction_without_spills(name: str, head_dim: int) -> None:
+    gpu, problem = lookup("b200"), replace(LARGE, head_dim=head_dim, head_dim_v=head_dim, causal=True)
+    made = compile_pass(name, chosen(name, problem, gpu), problem, gpu)
+    loop = interior(made.sass)
+    assert all("UTCHMMA" in line for line in matrix(loop)) and not spills(loop)
+    assert made.shared <= gpu.shared_per_block and made.spills <= BYTES
+
+
+@each_pass
 def test_dropout_runs_the_generator_once_for_four_weights(name: str) -> None:
     """And what it keeps is in the thread that has the score: nothing is exchanged, by shared memory or shuffles."""
     loop = interior(compiled(name, lookup("h200"), 128, dropout_p=0.1).sass)
@@ -71,11 +92,35 @@ def test_dropout_runs_the_generator_once_for_four_weights(name: str) -> None:
     def count(body: list[str], *names: str) -> int:
         return sum(any(f" {op}" in line for op in names) for line in body)
 
-    tile = getattr(backward_tiles.choose(replace(LARGE, head_dim=128, head_dim_v=128), lookup("h200")), name)
+    tile = chosen(name, replace(LARGE, head_dim=128, head_dim_v=128), lookup("h200"))
     runs = tile.block_m * tile.block_n // (32 * tile.warps) // 4
     assert count(loop, "STS", "SHFL", "BAR") == count(plain, "STS", "SHFL", "BAR")
     # ten rounds of two exclusive or's, of which the first have constant parts
     assert count(loop, "LOP3") - count(plain, "LOP3") <= 20 * runs + 64
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "features"),
+    [
+        pytest.param(64, {}, id="64"),
+        pytest.param(72, {"causal": True}, id="72-causal"),
+        pytest.param(96, EVERYTHING, id="96-everything"),
+        pytest.param(128, {"causal": True}, id="128-causal"),
+        pytest.param(128, {"causal": True, "varlen": True, "total_q": 9000, "total_k": 9000}, id="128-ragged"),
+        pytest.param(64, {"causal": True, "dropout_p": 0.1}, id="64-dropout"),
+    ],
+)
+def test_additions_of_dq_are_of_four_numbers_and_bypass_shared_memory(
+    head_dim: int, features: dict[str, Any], record_property: Any
+) -> None:
+    made = compiled("adding", lookup("h200"), head_dim, **features)
+    loop = interior(made.sass)
+    record_property("spills", f"{made.spills} bytes, {len(spills(loop))} instructions in the interior loop")
+    assert len(spills(loop)) <= (0 if head_dim <= 64 else RARE if head_dim <= 96 else 3 * RARE)
+    added = [line for line in loop if " RED" in line or " ATOM" in line]
+    squares = 64 // 16 * -(-head_dim // 8)
+    assert all("ADD.F32x4" in line for line in added) and squares <= 8 * len(added) <= 1.5 * squares
+    assert sum(" STS" in line for line in loop) == 64 * 128 // 256 // 8  # dS alone, 8 numbers at a time
 
 
 @each_pass
@@ -90,6 +135,12 @@ def test_the_row_kernel_does_not_spill(gpu: Gpu) -> None:
     assert compile_rows(replace(LARGE, head_dim_v=512), gpu).spills == 0
 
 
+@pytest.mark.parametrize("head_dim", [72, 128])
+def test_the_kernel_of_sums_does_not_spill(head_dim: int) -> None:
+    problem = replace(LARGE, head_dim=head_dim, head_dim_v=head_dim)
+    assert compile_sums(chosen("adding", problem, lookup("h200")), problem, lookup("h200")).spills == 0
+
+
 @pytest.mark.slow
 @each_gpu
 @each_pass
@@ -97,6 +148,13 @@ def test_every_dimension_fits(name: str, gpu: Gpu) -> None:
     for head_dim in (*range(8, 257, 8), 272, 384, 448, 512):
         made = compiled(name, gpu, head_dim, causal=True)
         assert len(spills(interior(made.sass))) <= RARE, head_dim
+
+
+@pytest.mark.slow
+def test_every_dimension_that_adds_fits() -> None:
+    for head_dim in range(8, 129, 8):
+        made = compiled("adding", lookup("h200"), head_dim, causal=True)
+        assert len(spills(interior(made.sass))) <= (RARE if head_dim <= 96 else 3 * RARE), head_dim
 
 
 @given(
@@ -107,6 +165,9 @@ def test_every_choice_fits(head_dim: int, head_dim_v: int, dtype: str, mask: str
     gpu, problem = lookup(key), replace(LARGE, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, mask=mask)
     if dtype == "fp32" and head_dim + head_dim_v > 512:
         return  # not on every GPU
-    for name, tile in backward_tiles.choose(problem, gpu)._asdict().items():
-        assert backward_tiles.shared_bytes(name, tile, problem) <= gpu.shared_per_block
-        assert sum(tile.parts) >= head_dim and sum(tile.parts_v) >= head_dim_v
+    for deterministic in (False, True):
+        tiles = backward_tiles.choose(BackwardProblem(problem, ("q", "k", "v"), deterministic=deterministic), gpu)
+        for name, tile in (("dkdv" if tiles.dq else "adding", tiles.dkdv), ("dq", tiles.dq)):
+            if tile is not None:
+                assert backward_tiles.shared_bytes(name, tile, problem) <= gpu.shared_per_block
+                assert sum(tile.parts) >= head_dim and sum(tile.parts_v) >= head_dim_v

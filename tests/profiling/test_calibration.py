@@ -15,7 +15,7 @@ from flashkernels.bench.results import Results, joined, read
 from flashkernels.bench.runner import _params
 from flashkernels.bench.suites import suite as load
 from flashkernels.hardware import lookup
-from flashkernels.profiling.calibration import predictions, problem_of, summaries
+from flashkernels.profiling.calibration import predictions, problem_of, summaries, unpredicted
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
 H200 = lookup("h200")
@@ -36,9 +36,15 @@ def test_four_in_five_predictions_are_within_20_percent(impl: str, committed: Re
 
 def test_hopper_is_predicted_in_every_suite(committed: Results) -> None:
     of_hopper = {one.suite: one for one in summaries(predictions(committed)) if one.impl == "hopper"}
-    assert {"headdims", "scaling", "shapes", "fp8"} <= of_hopper.keys()
+    assert {f"attention {suite}" for suite in ("headdims", "scaling", "shapes", "fp8")} <= of_hopper.keys()
     for one in of_hopper.values():
         assert one.near >= 0.8 * len(one.predictions), (one.suite, one.worst)
+
+
+def test_the_last_line_counts_all_of_them(committed: Results) -> None:
+    *each, whole = summaries(predictions(committed))
+    assert whole.impl == "all" and whole.near == sum(one.near for one in each) >= 0.8 * len(whole.predictions)
+    assert summaries(each[0].predictions) == [each[0]]
 
 
 @pytest.mark.parametrize(("causal", "tflops"), [(False, 633), (True, 525)], ids=["full", "causal"])
@@ -93,6 +99,14 @@ def test_the_lengths_of_a_ragged_batch_count() -> None:
     choice = tiles.choose(case.problem, H200.sms)
     even = cost.seconds(case.problem, choice, H200)
     assert cost.seconds(case.problem, choice, H200, case.lengths) > 1.1 * even  # long ones cost their square
+
+
+def test_rows_without_a_prediction_are_counted(committed: Results) -> None:
+    assert not unpredicted(committed, predictions(committed))
+    row = next(row for row in committed.rows if row.ok and row.impl == "hopper")
+    others = [replace(row, op="decode", suite="formats"), replace(row, peer=True, op="decode"), replace(row, ok=False)]
+    results = Results(committed.meta, [row, *others])
+    assert unpredicted(results, predictions(results)) == {"hopper decode formats": 1}
 
 
 def test_unknown_gpus_and_parameters_are_left_out(committed: Results) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashkernels.decode import cost
 from flashkernels.decode.hopper import tiles as hopper_tiles
 from flashkernels.decode.hopper.source import PIECES, HopperDecodeTile, stored_bytes
 from flashkernels.decode.problem import DecodeProblem
@@ -25,6 +26,11 @@ class DecodeExplanation(Explanation):
         """Of the cache, for one token: keys, values and scales of all heads."""
         return self.problem.kv_heads * self.problem.row_bits / 8
 
+    @property
+    def predicted(self) -> float | None:
+        """Seconds that the kernel is expected to take; None where nothing like it was measured."""
+        return cost.seconds(self.problem, self.impl, self.gpu) if self.gpu else None
+
     def title(self) -> str:
         p = self.problem
         heads = f"{p.heads} heads" if p.heads == p.kv_heads else f"{p.heads}/{p.kv_heads} heads"
@@ -39,7 +45,12 @@ class DecodeExplanation(Explanation):
     def notes(self) -> list[str]:
         scales = {"token": ", scales of each token included", "head": ", one scale for each head beside"}
         kept = f"cache: {self.problem.format}, {self.token_bytes:g} bytes a token{scales.get(self.problem.scales, '')}"
-        return [*super().notes(), f"{kept}; {self.problem.cache_bytes() / 1e6:.4g} MB of it are read"]
+        if self.predicted and self.floor:
+            share = self.floor / self.predicted
+            expected = [f"predicted: {self.predicted * 1e6:.1f} µs, {share:.0%} of the roofline"]
+        else:
+            expected = []
+        return [*super().notes(), *expected, f"{kept}; {self.problem.cache_bytes() / 1e6:.4g} MB of it are read"]
 
 
 def _hopper(problem: DecodeProblem, gpu: Gpu) -> tuple[HopperDecodeTile, tuple[str, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,14 @@ from typing import Any
 from flashkernels.attention.explain import explain
 from flashkernels.attention.hopper import cost, tiles
 from flashkernels.attention.problem import AttentionProblem
-from flashkernels.bench.results import Results, Row
+from flashkernels.bench.results import COPY, Results, Row
+from flashkernels.decode import cost as decode_cost
+from flashkernels.decode.cases import suite as decode_suite
 from flashkernels.dispatch import UnsupportedError
 from flashkernels.hardware import GPUS, Gpu
 
+# The parameters of a row do not say how scales are stored, its name does.
+CACHED = {case.name: case.problem for case in decode_suite("formats") if len({*case.lengths}) == 1}
 NEAR = 0.2  # a prediction is good within this share of the measurement
 MODELLED = ("hopper", "triton")
 SIZES = ("batch", "heads", "kv_heads", "head_dim", "head_dim_v", "causal", "dtype", "alibi", "sinks", "mask")
@@ -62,18 +67,32 @@ def predictions(results: Results) -> list[Prediction]:
     found = []
     for row in results.rows if gpu else ():
         known = not row.params.keys() - {*SIZES, *OTHERS}  # a parameter of tomorrow may mean anything
-        if gpu and known and row.ok and row.op == "attention" and row.impl in MODELLED:
-            seconds = _predicted(row, gpu)
-            if seconds is not None:
-                found.append(Prediction(row, seconds))
+        if gpu is None or not row.ok or row.impl not in MODELLED:
+            continue
+        if row.op == "decode":
+            seconds = decode_cost.seconds(CACHED[row.case], row.impl, gpu) if row.case in CACHED else None
+        else:
+            seconds = _predicted(row, gpu) if row.op == "attention" and known else None
+        if seconds is not None:
+            found.append(Prediction(row, seconds))
     return found
 
 
 def summaries(found: Sequence[Prediction]) -> list[Summary]:
+    """One for each kernel and suite; where there are several, one of all of them comes last."""
     groups: dict[tuple[str, str], list[Prediction]] = {}
     for prediction in found:
-        groups.setdefault((prediction.row.impl, prediction.row.suite), []).append(prediction)
-    return [Summary(impl, suite, tuple(of)) for (impl, suite), of in groups.items()]
+        groups.setdefault((prediction.row.impl, prediction.row.group), []).append(prediction)
+    each = [Summary(impl, suite, tuple(of)) for (impl, suite), of in groups.items()]
+    return [*each, Summary("all", "", tuple(found))] if len(each) > 1 else each
+
+
+def unpredicted(results: Results, found: Sequence[Prediction]) -> dict[str, int]:
+    """How many timed rows of ours have no prediction, by kernel and suite; what we only measure against is not ours."""
+    known = {id(prediction.row) for prediction in found}
+    mine = (row for row in results.rows if row.ok and not row.peer and row.impl != COPY)
+    names = (f"{row.impl} {row.group}" for row in mine if id(row) not in known and not row.impl.endswith("-standard"))
+    return dict(Counter(names))
 
 
 def problem_of(params: dict[str, Any]) -> AttentionProblem:

@@ -1,10 +1,16 @@
-"""The portable attention backward: three Triton kernels, deterministic, without atomics and without an S x S buffer.
+"""The portable attention backward: Triton kernels without an S x S buffer.
 
 P is made again from the saved log-sum-exp L: P = exp(S - L). First `rows_kernel` makes delta = rowsum(dO * O) - dL of
-every row, and L as the others want it. Then `dq_kernel` takes one block of query rows and walks the keys that it sees;
-`dkdv_kernel` takes one block of keys and walks the query rows that see it, of every query head that shares the keys.
-Scores are computed twice, so that each gradient is summed by one program. The walk is the forward's: blocks in which
-something is hidden first, then the interior. See `README.md` beside this package for the mathematics.
+every row, and L as the others want it. Then there are two forms, and `backward_tiles.choose` decides:
+
+- One pass: `dkdv_kernel` takes one block of keys and walks the query rows that see it, of every query head that shares
+  the keys. It makes dK and dV, and adds dS·K of each block of rows to sums in memory, fp32; `sums_kernel` turns them
+  into dQ. The order of the additions varies, so dQ is not the same to the bit in every run.
+- Two passes: `dkdv_kernel` without sums, and `dq_kernel`, which takes one block of query rows and walks the keys that
+  it sees. Scores are computed twice, so that each gradient is summed by one program.
+
+The walk is the forward's: blocks in which something is hidden first, then the interior. See `README.md` beside this
+package for the mathematics.
 """
 
 from __future__ import annotations
@@ -19,14 +25,17 @@ from torch import Tensor
 
 from flashkernels.attention import dropout
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
-from flashkernels.attention.tensors import Given, RunBackward, Tensors, strides_of
+from flashkernels.attention.tensors import Given, RunBackward, Tensors, strides_of, unaddressable
 from flashkernels.attention.triton import backward_tiles
 from flashkernels.attention.triton.dropout import kept
 from flashkernels.attention.triton.forward import (
     FAR,
     LOG2E,
     accumulate,
+    boxes_of,
+    descriptors,
     heads_per_section,
+    keep_rows,
     load_parts,
     logits,
     scores,
@@ -35,28 +44,36 @@ from flashkernels.attention.triton.forward import (
     visible_keys,
 )
 from flashkernels.hardware import GPUS, Gpu
-from flashkernels.jit.launch import Launcher, compile_options
+from flashkernels.jit.launch import Descriptor, Launcher, compile_options
 from flashkernels.tiling import Tile
 
 LOST = tl.constexpr(-1e6)  # so low that fp32 has no digits left for the sum of a row
+CLEARED = tl.constexpr(2048)  # sums of dQ that a program of the first kernel clears at a time
 ELEMENTS = 8192  # of dO that one program of the first kernel reads
 
 
-@triton.jit(do_not_specialize=["seq_q", "heads", "blocks"])
+@triton.jit(do_not_specialize=["seq_q", "heads", "blocks", "sums"])
 def rows_kernel(
-    o_ptr, do_ptr, dlse_ptr, lse_ptr, level_ptr, delta_ptr,
+    o_ptr, do_ptr, dlse_ptr, lse_ptr, level_ptr, delta_ptr, sums_ptr,
     stride_ob: tl.int64, stride_os: tl.int64, stride_oh: tl.int64, stride_od,
     stride_gb: tl.int64, stride_gs: tl.int64, stride_gh: tl.int64, stride_gd,
     stride_eb: tl.int64, stride_eh: tl.int64, stride_es: tl.int64,
-    seq_q, heads, blocks,
+    seq_q, heads, blocks, sums: tl.int64,
     DIM_V: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BIASED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Of BLOCK rows: delta = rowsum(dO * O) - dL, and the level, which is L in the unit of the logits.
 
     A row that sees nothing has the level +inf: all its weights are 0. So has one whose every key a float mask pushed
-    so low that fp32 keeps no digits of the sum. A ragged batch is one sequence here.
+    so low that fp32 keeps no digits of the sum. A ragged batch is one sequence here. Every program also clears its
+    share of the `sums` numbers that dQ will be added to, where it is (None: it is not).
     """
     pid = tl.program_id(0)
+    if sums_ptr is not None:
+        share = tl.cdiv(tl.cdiv(sums, tl.num_programs(0)), CLEARED) * CLEARED
+        first = pid.to(tl.int64) * share
+        for i in tl.range(first, tl.minimum(first + share, sums), CLEARED):
+            at = i + tl.arange(0, CLEARED)
+            tl.store(sums_ptr + at, tl.zeros((CLEARED,), tl.float32), mask=at < sums)
     bh = pid // blocks
     batch = bh // heads
     head = bh - batch * heads
@@ -111,6 +128,8 @@ def weights(
                 seen = seen & (bias != float("-inf"))
                 s += tl.maximum(bias, -1e38) * UNIT
         p = tl.where(seen, tl.exp2((s - level) * (LOG2E / UNIT)), 0.0)  # not exp2 of -inf: the level may be NaN
+        if SOFTCAP:
+            t = tl.where(seen, t, 0.0)
     else:
         p = tl.exp2((s - level) * (LOG2E / UNIT))
     return p, t
@@ -126,8 +145,10 @@ def logit_gradient(p, dp, delta, HIDING: tl.constexpr):
 
 
 @triton.jit
-def load_rows(ptr, offs_m, seq_q, HIDING: tl.constexpr):
-    """One number of each row."""
+def load_rows(ptr, desc, at, offs_m, seq_q, HIDING: tl.constexpr):
+    """One number of each row: by TMA from the `at`th on, or where there is no descriptor from `ptr`."""
+    if desc is not None:
+        return desc.load([at])
     if HIDING:
         return tl.load(ptr + offs_m, mask=offs_m < seq_q, other=0.0)
     return tl.load(ptr + offs_m)
@@ -151,6 +172,41 @@ def empty(PARTS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def first_sum(q_row, batch, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the sums of a sequence of a ragged batch start: so far apart that each may end with half a block."""
+    return (q_row // BLOCK + batch).to(tl.int64) * (BLOCK * ((DIM + 7) // 8 * 8))
+
+
+@triton.jit
+def products(ds, k):
+    """dS·K of each part; `ds` is keys by rows."""
+    out = ()
+    for i in tl.static_range(len(k)):
+        out = out + (tl.dot(ds.to(k[i].dtype).T, k[i]),)
+    return out
+
+
+@triton.jit
+def add_rows(sums_ptr, dq, column, COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Adds WIDTH columns of dQ to the sums of ROWS rows: those from `column` on, of 8 * COLUMNS.
+
+    The sums lie as a matrix instruction leaves them in a warp: by squares of 16 rows and 8 columns, in which a thread
+    has columns 2i and 2i + 1 of the rows j and j + 8. So a thread's four sums are neighbours, a warp's are 512 bytes in
+    a row, and none goes through shared memory. Squares come in the order of warps: by rows, then by half the columns.
+    """
+    HIGH: tl.constexpr = ROWS // 16
+    HALF: tl.constexpr = WIDTH // 16
+    dq = dq.reshape(HIGH, 2, 8, 2, HALF, 4, 2).trans(4, 3, 0, 2, 5, 1, 6).reshape(HIGH * HALF * 2, 128)
+    square = tl.arange(0, HIGH * HALF * 2)
+    right = column // 8 + square // HIGH % 2 * HALF + square // (2 * HIGH)
+    at = sums_ptr + (square % HIGH * COLUMNS + right)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    if column + WIDTH > 8 * COLUMNS:
+        tl.atomic_add(at, dq, mask=(right < COLUMNS)[:, None], sem="relaxed")
+    else:
+        tl.atomic_add(at, dq, sem="relaxed")
+
+
+@triton.jit
 def place(blocks, section, total_heads):
     """Which block of which head this program has: sections of heads that share the L2, in them block by block."""
     pid = tl.program_id(0)
@@ -162,28 +218,40 @@ def place(blocks, section, total_heads):
 
 @triton.jit
 def dkdv_step(
-    dk, dv, k, v, m, n, q_ptr, do_ptr, level_ptr, delta_ptr, norm_ptr, mask_ptr, stride_qs, stride_qd, stride_gs,
-    stride_gd, stride_mm, stride_mn, seq_q, seq_k, shift, left, right, scale, softcap, slope, drop, keep_scale,
+    dk, dv, k, v, clean, m, n, descs, origin, q_ptr, do_ptr, level_ptr, delta_ptr, norm_ptr, sums_ptr, mask_ptr,
+    stride_qs, stride_qd, stride_gs, stride_gd, stride_mm, stride_mn, seq_q, seq_k, shift, left, right, scale, softcap,
+    slope, drop, keep_scale,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr, PARTS_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, HIDING: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, WANT_K: tl.constexpr,
-    WANT_V: tl.constexpr,
+    ALIBI: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, VARLEN: tl.constexpr,
+    TMA: tl.constexpr, WANT_K: tl.constexpr, WANT_V: tl.constexpr,
 ):  # fmt: skip
-    """Adds what BLOCK_M query rows from `m` on give to dK and dV. Scores lie on their side: keys by rows."""
+    """Adds what BLOCK_M query rows from `m` on give to dK and dV, and (with sums) what they get in dQ.
+
+    Scores lie on their side: keys by rows. `clean` is K without NaN and Inf. TMA reads by `descs`, of Q, dO, level and
+    delta, from `origin` on: batch, row and head, and the head's first number of level and delta.
+    """
+    tma_batch, tma_row, tma_head, first = origin
+    COLUMNS: tl.constexpr = (DIM + 7) // 8
+    WANT_DS: tl.constexpr = WANT_K or sums_ptr is not None
     offs_m = m + tl.arange(0, BLOCK_M)
     offs_n = n + tl.arange(0, BLOCK_N)
     rows = None
     if HIDING:
         rows = seq_q - m
-    q = load_parts(q_ptr + m * stride_qs, None, 0, 0, 0, rows, stride_qs, stride_qd, DIM, PARTS, BLOCK_M, False)
-    do = load_parts(do_ptr + m * stride_gs, None, 0, 0, 0, rows, stride_gs, stride_gd, DIM_V, PARTS_V, BLOCK_M, False)
-    level = load_rows(level_ptr, offs_m, seq_q, HIDING)
+    q = load_parts(q_ptr + m * stride_qs, descs[0], tma_batch, tma_row + m, tma_head, rows, stride_qs, stride_qd, DIM,
+                   PARTS, BLOCK_M, TMA)  # fmt: skip
+    do = load_parts(do_ptr + m * stride_gs, descs[1], tma_batch, tma_row + m, tma_head, rows, stride_gs, stride_gd,
+                    DIM_V, PARTS_V, BLOCK_M, TMA)  # fmt: skip
+    if VARLEN and TMA and HIDING:  # the block may reach into the next sequence, whatever is there
+        do = keep_rows(do, offs_m < seq_q)
+    level = load_rows(level_ptr, descs[2], first + m, offs_m, seq_q, HIDING)
     p, t = weights(
         scores(k, q, PRECISION), level[None, :], offs_m[None, :], offs_n[:, None], seq_q, seq_k, shift, left, right,
         scale, softcap, slope, mask_ptr, stride_mm, stride_mn, HIDING, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, UNIT,
     )  # fmt: skip
     if norm_ptr is not None:
-        p *= load_rows(norm_ptr, offs_m, seq_q, HIDING)[None, :]
+        p *= load_rows(norm_ptr, None, 0, offs_m, seq_q, HIDING)[None, :]
     stays = None
     if drop is not None:
         stays = kept(drop, m, n, BLOCK_M, BLOCK_N, True)
@@ -192,17 +260,26 @@ def dkdv_step(
         if drop is not None:
             thinned = tl.where(stays, p, 0.0)
         dv = accumulate(dv, thinned, do, PRECISION)
-    if WANT_K:
-        delta = load_rows(delta_ptr, offs_m, seq_q, HIDING)
+    if WANT_DS:
         dp = scores(v, do, PRECISION)
+        # only now: before the product it would take registers beside P, dP, dK and dV
+        delta = load_rows(delta_ptr, descs[3], first + m, offs_m, seq_q, HIDING)
         if drop is not None:
             dp = tl.where(stays, dp * keep_scale, 0.0)
         ds = logit_gradient(p, dp, delta[None, :], HIDING)
         if SOFTCAP:
             ds *= 1 - t * t
-        if HIDING:
-            q = finite(q)
-        dk = accumulate(dk, ds, q, PRECISION)
+        dq = products(ds, clean) if sums_ptr is not None else ()
+        if WANT_K:
+            if HIDING:
+                q = finite(q)
+            dk = accumulate(dk, ds, q, PRECISION)
+        if sums_ptr is not None:
+            at = sums_ptr + m * tl.full((), 8 * COLUMNS, tl.int64)
+            column: tl.constexpr = 0
+            for i in tl.static_range(len(PARTS)):
+                add_rows(at, dq[i], column, COLUMNS, BLOCK_M, PARTS[i])
+                column = column + PARTS[i]
     return dk, dv
 
 
@@ -210,14 +287,15 @@ def dkdv_step(
     do_not_specialize=["seq_q", "seq_k", "blocks", "section", "total_heads", "left", "right", "kv_heads", "threshold"]
 )
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, level_ptr, delta_ptr, norm_ptr, dk_ptr, dv_ptr, mask_ptr, slopes_ptr, cu_q_ptr,
-    cu_k_ptr, seed_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, level_ptr, delta_ptr, norm_ptr, dk_ptr, dv_ptr, sums_ptr, mask_ptr, slopes_ptr,
+    cu_q_ptr, cu_k_ptr, seed_ptr, q_desc0, q_desc1, do_desc0, do_desc1, level_desc, delta_desc,
     stride_qb: tl.int64, stride_qs: tl.int64, stride_qh: tl.int64, stride_qd,
     stride_kb: tl.int64, stride_ks: tl.int64, stride_kh: tl.int64, stride_kd,
     stride_vb: tl.int64, stride_vs: tl.int64, stride_vh: tl.int64, stride_vd,
     stride_gb: tl.int64, stride_gs: tl.int64, stride_gh: tl.int64, stride_gd,
     stride_xb: tl.int64, stride_xs: tl.int64, stride_xh: tl.int64,
     stride_yb: tl.int64, stride_ys: tl.int64, stride_yh: tl.int64,
+    stride_zb: tl.int64, stride_zh: tl.int64,
     stride_lb: tl.int64, stride_lh: tl.int64,
     stride_mb: tl.int64, stride_mh: tl.int64, stride_mm: tl.int64, stride_mn,
     stride_ab: tl.int64, stride_ah: tl.int64,
@@ -233,15 +311,18 @@ def dkdv_kernel(
     ALIBI: tl.constexpr = slopes_ptr is not None
     WANT_K: tl.constexpr = dk_ptr is not None
     WANT_V: tl.constexpr = dv_ptr is not None
+    TMA: tl.constexpr = q_desc0 is not None
     block_n, bh = place(blocks, section, total_heads)  # under a causal mask the first keys have the most rows
     batch = bh // kv_heads
     head_k = bh - batch * kv_heads
 
     q_row = tl.zeros((), tl.int32)
     k_row = tl.zeros((), tl.int32)
+    tma_batch = batch
     if VARLEN:
         q_row = tl.load(cu_q_ptr + batch)
         k_row = tl.load(cu_k_ptr + batch)
+        tma_batch = 0
         seq_q = tl.load(cu_q_ptr + batch + 1) - q_row
         seq_k = tl.load(cu_k_ptr + batch + 1) - k_row
     n = block_n * BLOCK_N
@@ -275,6 +356,8 @@ def dkdv_kernel(
     edge_blocks = (end - edge + BLOCK_M - 1) // BLOCK_M
     masked_blocks = edge_blocks + (full - start) // BLOCK_M
 
+    descs = ((q_desc0, q_desc1), (do_desc0, do_desc1), level_desc, delta_desc)
+    clean = finite(k) if sums_ptr is not None else None
     dk = empty(PARTS, BLOCK_N)
     dv = empty(PARTS_V, BLOCK_N)
     for head in range(head_k * group, head_k * group + group):
@@ -285,6 +368,11 @@ def dkdv_kernel(
         norm_head = norm_ptr
         if norm_ptr is not None:
             norm_head = norm_ptr + batch * stride_lb + head * stride_lh + q_row
+        sums_head = sums_ptr
+        if sums_ptr is not None:
+            sums_head = sums_ptr + batch * stride_zb + head * stride_zh
+            if VARLEN:
+                sums_head += first_sum(q_row, batch, DIM, BLOCK_M)
         mask_head = mask_ptr
         if MASK != "none":
             mask_head = mask_ptr + batch * stride_mb + head * stride_mh
@@ -292,21 +380,23 @@ def dkdv_kernel(
         if ALIBI:
             slope = tl.load(slopes_ptr + batch * stride_ab + head * stride_ah).to(tl.float32) * UNIT
         drop = (tl.load(seed_ptr), threshold, batch, head) if seed_ptr is not None else None
+        origin = (tma_batch, q_row, head, (batch * stride_lb + head * stride_lh + q_row).to(tl.int32))
         for b in tl.range(0, masked_blocks, num_stages=STAGES):
             m = split_block(b, edge, edge_blocks, start, BLOCK_M)
             dk, dv = dkdv_step(
-                dk, dv, k, v, m, n, q_head, do_head, level_head, delta_head, norm_head, mask_head, stride_qs,
-                stride_qd, stride_gs, stride_gd, stride_mm, stride_mn, seq_q, seq_k, shift, left, right, scale, softcap,
-                slope, drop, keep_scale, DIM, DIM_V, PARTS, PARTS_V, BLOCK_M, BLOCK_N, True, LEFT, RIGHT, SOFTCAP,
-                ALIBI, MASK, PRECISION, UNIT, WANT_K, WANT_V,
+                dk, dv, k, v, clean, m, n, descs, origin, q_head, do_head, level_head, delta_head, norm_head, sums_head,
+                mask_head, stride_qs, stride_qd, stride_gs, stride_gd, stride_mm, stride_mn, seq_q, seq_k, shift, left,
+                right, scale, softcap, slope, drop, keep_scale, DIM, DIM_V, PARTS, PARTS_V, BLOCK_M, BLOCK_N, True,
+                LEFT, RIGHT, SOFTCAP, ALIBI, MASK, PRECISION, UNIT, VARLEN, TMA, WANT_K, WANT_V,
             )  # fmt: skip
         if MASK == "none":
             for m in tl.range(full, edge, BLOCK_M, num_stages=STAGES):
                 dk, dv = dkdv_step(
-                    dk, dv, k, v, m, n, q_head, do_head, level_head, delta_head, norm_head, mask_head, stride_qs,
-                    stride_qd, stride_gs, stride_gd, stride_mm, stride_mn, seq_q, seq_k, shift, left, right, scale,
-                    softcap, slope, drop, keep_scale, DIM, DIM_V, PARTS, PARTS_V, BLOCK_M, BLOCK_N, False, LEFT, RIGHT,
-                    SOFTCAP, ALIBI, MASK, PRECISION, UNIT, WANT_K, WANT_V,
+                    dk, dv, k, v, clean, m, n, descs, origin, q_head, do_head, level_head, delta_head, norm_head,
+                    sums_head, mask_head, stride_qs, stride_qd, stride_gs, stride_gd, stride_mm, stride_mn, seq_q,
+                    seq_k, shift, left, right, scale, softcap, slope, drop, keep_scale, DIM, DIM_V, PARTS, PARTS_V,
+                    BLOCK_M, BLOCK_N, False, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, PRECISION, UNIT, VARLEN, TMA, WANT_K,
+                    WANT_V,
                 )  # fmt: skip
 
     inside = offs_n < seq_k
@@ -436,8 +526,8 @@ def dq_kernel(
     drop = (tl.load(seed_ptr), threshold, batch, head) if seed_ptr is not None else None
     q = load_parts(q_ptr, None, 0, 0, 0, seq_q - row0, stride_qs, stride_qd, DIM, PARTS, BLOCK_M, False)
     do = load_parts(do_ptr, None, 0, 0, 0, seq_q - row0, stride_gs, stride_gd, DIM_V, PARTS_V, BLOCK_M, False)
-    level = load_rows(level_ptr, offs_m, seq_q, True)
-    delta = load_rows(delta_ptr, offs_m, seq_q, True)
+    level = load_rows(level_ptr, None, 0, offs_m, seq_q, True)
+    delta = load_rows(delta_ptr, None, 0, offs_m, seq_q, True)
 
     start, full, edge, end = visible_keys(row0, seq_q, seq_k, shift, left, right, BLOCK_M, BLOCK_N, LEFT, RIGHT, MASK)
     edge_blocks = (end - edge + BLOCK_N - 1) // BLOCK_N
@@ -479,42 +569,89 @@ def dq_kernel(
     if WANT_SLOPE:
         dlse = tl.zeros((BLOCK_M,), tl.float32)
         if dlse_ptr is not None:
-            dlse = load_rows(dlse_ptr + batch * stride_lb + head * stride_lh + q_row, offs_m, seq_q, True)
+            dlse = load_rows(dlse_ptr + batch * stride_lb + head * stride_lh + q_row, None, 0, offs_m, seq_q, True)
         before = tl.maximum(-(offs_m + shift), 0).to(tl.float32)
         dslope = slope_gradient(sums, norm, delta, dlse, norm * sunk, before)
         sees = inside & (level != float("inf"))
         tl.store(dslope_ptr + bh.to(tl.int64) * blocks + block_m, tl.sum(tl.where(sees, dslope, 0.0)))
 
 
+@triton.jit(do_not_specialize=["seq_q", "heads", "blocks"])
+def sums_kernel(
+    sums_ptr, dq_ptr, cu_q_ptr, stride_zb: tl.int64, stride_zh: tl.int64,
+    stride_xb: tl.int64, stride_xs: tl.int64, stride_xh: tl.int64,
+    seq_q, heads, blocks, grad_scale,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dQ of BLOCK rows from their sums."""
+    pid = tl.program_id(0)
+    bh = pid // blocks
+    row0 = (pid - bh * blocks) * BLOCK
+    batch = bh // heads
+    head = bh - batch * heads
+    q_row = tl.zeros((), tl.int32)
+    if cu_q_ptr is not None:
+        q_row = tl.load(cu_q_ptr + batch)
+        seq_q = tl.load(cu_q_ptr + batch + 1) - q_row
+        sums_ptr += first_sum(q_row, batch, DIM, BLOCK)
+    if row0 >= seq_q:
+        return
+    COLUMNS: tl.constexpr = (DIM + 7) // 8
+    i = tl.arange(0, BLOCK)[:, None]
+    j = tl.arange(0, WIDTH)[None, :]
+    square = i // 16 * COLUMNS + j // 8
+    at = square * 128 + i % 8 * 16 + j % 8 // 2 * 4 + i // 8 % 2 * 2 + j % 2
+    inside = (row0 + i < seq_q) & (j < DIM)
+    sums_ptr += batch * stride_zb + head * stride_zh + row0.to(tl.int64) * (8 * COLUMNS)
+    dq_ptr += batch * stride_xb + (q_row + row0) * stride_xs + head * stride_xh
+    dq = tl.load(sums_ptr + at, mask=inside, other=0.0) * grad_scale
+    tl.store(dq_ptr + i * stride_xs + j, dq.to(dq_ptr.dtype.element_ty), mask=inside)
+
+
 def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Given) -> RunBackward:
     """Chooses the tiles and lays out all of the launches that the signature decides; returns what is left to run."""
     call, wanted = problem.call, problem.wanted
     gpu = gpu or GPUS["h200"]  # the interpreter takes the tiles of a real GPU
-    tiles = backward_tiles.choose(call, gpu)
-    if len({aligned(x) for x in (*tensors[:3], given.grad_out)}) > 1:
-        tiles = tiles.unpipelined()
     q, k, v, slopes, sinks, mask = tensors[:6]
+    grad_out = given.grad_out
+    # a ragged batch is one sequence to the first kernel
+    batch, rows = (1, q.shape[0]) if call.varlen else (call.batch, call.seq_q)
+    tiles = backward_tiles.choose(problem, gpu)
+    if len({aligned(x) for x in (q, k, v, grad_out)}) > 1:
+        tiles = tiles.unpipelined()
+    if unaddressable(q) or unaddressable(grad_out) or batch * call.heads * rows >= 1 << 31:
+        tiles = tiles.without_tma()
+    tile, adds = tiles.dkdv, tiles.dq is None
     normalise = call.element_bytes > 2
     want_dq, want_dkdv = normalise or "q" in wanted or "alibi_slopes" in wanted, "k" in wanted or "v" in wanted
     group = call.heads // call.kv_heads
-    # a ragged batch is one sequence to the first kernel
-    batch, rows = (1, q.shape[0]) if call.varlen else (call.batch, call.seq_q)
     rows_fixed = rows_constants(call)
     rows_blocks = -(-rows // rows_fixed["BLOCK"])
     rows_launcher = Launcher(rows_kernel, rows_fixed, compile_options(4, 1, 0))
     assert given.out is not None
-    rows_numbers = (*strides_of(given.out), *strides_of(given.grad_out), *_lse_strides(given.grad_lse), rows,
-                     call.heads, rows_blocks)  # fmt: skip
+    sums_blocks = -(-call.seq_q // tile.block_m)
+    sums_head = (rows // tile.block_m + call.batch if call.varlen else sums_blocks) * sums_block(call, tile)
+    sums_strides = (0 if call.varlen else call.heads * sums_head, sums_head)
+    sums_size = batch * call.heads * sums_head if adds else 0
+    sums_launcher = Launcher(sums_kernel, sums_constants(call, tile), compile_options(8, 1, 0))
+    rows_numbers = (*strides_of(given.out), *strides_of(grad_out), *_lse_strides(given.grad_lse), rows, call.heads,
+                     rows_blocks, sums_size)  # fmt: skip
     dkdv_launcher, dq_launcher = (
         Launcher(kernel, constants(call, tile), compile_options(tile.warps, tile.stages, 0))
-        for kernel, tile in ((dkdv_kernel, tiles.dkdv), (dq_kernel, tiles.dq))
+        for kernel, tile in ((dkdv_kernel, tiles.dkdv), (dq_kernel, tiles.dq or tiles.dkdv))
     )
-    dkdv_blocks, dq_blocks = -(-call.seq_k // tiles.dkdv.block_n), -(-call.seq_q // tiles.dq.block_m)
+    dkdv_blocks = -(-call.seq_k // tile.block_n)
+    dq_blocks = 0 if tiles.dq is None else -(-call.seq_q // tiles.dq.block_m)
     heads_k, heads_q = call.batch * call.kv_heads, call.batch * call.heads
     section = heads_per_section(call)
     section_k = max(1, math.ceil(section / group))
+    box_rows = tile.block_m if tile.tma else 0
+    q_boxes, do_boxes = boxes_of(q, tile.parts, box_rows)[:2], boxes_of(grad_out, tile.parts_v, box_rows)[:2]
+    # TMA wants every head's numbers to start at a multiple of 16 bytes
+    by_box = tile.tma and not call.varlen and rows % 4 == 0
+    row_box = ((batch * call.heads * rows,), (1,), [tile.block_m]) if by_box else None
 
-    inputs = (*strides_of(q), *strides_of(k), *strides_of(v), *strides_of(given.grad_out))
+    inputs = (*strides_of(q), *strides_of(k), *strides_of(v), *strides_of(grad_out))
     full = (call.batch, call.heads, call.seq_q, call.seq_k)
     mask_strides = (0, 0, 0, 0) if mask is None else mask.expand(full).stride()
     slope_strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
@@ -522,10 +659,11 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
     sides = (*lse_strides, *mask_strides, *slope_strides)
     sink_stride = 0 if sinks is None else sinks.stride(0)
     band = tuple(min(max(side, 0), FAR) for side in call.band)
-    dkdv_numbers = (*inputs, *_contiguous(k), *_contiguous(v), *sides, call.seq_q, call.seq_k, call.kv_heads, group,
-                    dkdv_blocks, section_k, heads_k, *band)  # fmt: skip
+    dkdv_numbers = (*inputs, *_contiguous(k), *_contiguous(v), *sums_strides, *sides, call.seq_q, call.seq_k,
+                    call.kv_heads, group, dkdv_blocks, section_k, heads_k, *band)  # fmt: skip
     dq_numbers = (*inputs, *_contiguous(q), *sides, sink_stride, call.seq_q, call.seq_k, call.heads, group, dq_blocks,
                   section, heads_q, *band)  # fmt: skip
+    sums_numbers = (*sums_strides, *_contiguous(q), call.seq_q, call.heads, sums_blocks)
     device, unit, drop = q.device.index, unit_of(call), dropout.numbers(call.dropout_p)
     # rows of a ragged batch that belong to no sequence are nobody's to write
     fresh = torch.zeros if call.varlen else torch.empty
@@ -541,8 +679,9 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
             for name, x in zip(("q", "k", "v"), (q, k, v), strict=True)
         ]
         level, delta = torch.empty_like(lse), torch.empty_like(lse)
+        sums = lse.new_empty(sums_size) if adds else None
         if heads_q and rows:
-            pointers = (out, grad_out, grad_lse, lse, level, delta)
+            pointers = (out, grad_out, grad_lse, lse, level, delta, sums)
             rows_launcher(batch * call.heads * rows_blocks, device, pointers, rows_numbers)
         norm = torch.ones_like(lse) if normalise else None
         dslope = lse.new_zeros(call.batch, call.heads, dq_blocks) if "alibi_slopes" in wanted else None
@@ -554,8 +693,12 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
             others = (dq, dslope, dlse, mask, slopes, sinks, cu_q, cu_k, seed)
             dq_launcher(heads_q * dq_blocks, device, (*stats, *others), (*dq_numbers, *numbers))
         if want_dkdv and heads_k * dkdv_blocks:
-            others = (*grads[1:3], mask, slopes, cu_q, cu_k, seed)
-            dkdv_launcher(heads_k * dkdv_blocks, device, (*stats, *others), (*dkdv_numbers, *numbers))
+            others = (*grads[1:3], sums, mask, slopes, cu_q, cu_k, seed)
+            boxes = (*descriptors(q, q_boxes), *descriptors(grad_out, do_boxes),
+                     *(None if row_box is None else Descriptor(x, *row_box) for x in (level, delta)))  # fmt: skip
+            dkdv_launcher(heads_k * dkdv_blocks, device, (*stats, *others, *boxes), (*dkdv_numbers, *numbers))
+        if sums is not None and heads_q * sums_blocks:
+            sums_launcher(heads_q * sums_blocks, device, (sums, grads[0], cu_q), (*sums_numbers, softmax_scale))
         grads.append(None if dslope is None or slopes is None else _slopes_gradient(dslope, slopes))
         grads.append(_sinks_gradient(delta, lse, norm, sinks) if sinks is not None and "sinks" in wanted else None)
         return [*grads, None]
@@ -594,6 +737,16 @@ def rows_constants(problem: AttentionProblem) -> dict[str, Any]:
     width = max(16, triton.next_power_of_2(problem.head_dim_v))
     return {"DIM_V": problem.head_dim_v, "WIDTH": width, "BLOCK": ELEMENTS // width,
             "BIASED": problem.mask == "float", "UNIT": unit_of(problem)}  # fmt: skip
+
+
+def sums_constants(problem: AttentionProblem, tile: Tile) -> dict[str, Any]:
+    width = max(16, triton.next_power_of_2(problem.head_dim))
+    return {"DIM": problem.head_dim, "WIDTH": width, "BLOCK": tile.block_m}
+
+
+def sums_block(problem: AttentionProblem, tile: Tile) -> int:
+    """How many sums a block of rows has: of all columns of its squares."""
+    return tile.block_m * (-(-problem.head_dim // 8) * 8)
 
 
 def _contiguous(x: Tensor) -> tuple[int, int, int]:

@@ -5,42 +5,70 @@ from __future__ import annotations
 from typing import Any
 
 from flashkernels.attention.problem import AttentionProblem
-from flashkernels.attention.triton.backward import constants, dkdv_kernel, dq_kernel, rows_constants, rows_kernel
+from flashkernels.attention.triton.backward import (
+    constants,
+    dkdv_kernel,
+    dq_kernel,
+    rows_constants,
+    rows_kernel,
+    sums_constants,
+    sums_kernel,
+)
 from flashkernels.hardware import Gpu
 from flashkernels.jit.launch import compile_options
 from flashkernels.jit.offline import Resources, compile_for
 from flashkernels.tiling import Tile
 
-KERNELS = {"dkdv": dkdv_kernel, "dq": dq_kernel}
-FP32 = ("lse_ptr", "level_ptr", "delta_ptr", "norm_ptr", "dlse_ptr", "dslope_ptr", "slopes_ptr", "sinks_ptr")
+KERNELS = {"dkdv": dkdv_kernel, "adding": dkdv_kernel, "dq": dq_kernel}
+FP32 = (
+    "lse_ptr", "level_ptr", "delta_ptr", "norm_ptr", "dlse_ptr", "dslope_ptr", "slopes_ptr", "sinks_ptr", "sums_ptr",
+)  # fmt: skip
 LAST_STRIDES = ("stride_od", "stride_gd", "stride_qd", "stride_kd", "stride_vd", "stride_mn")
 
 
 def compile_pass(name: str, tile: Tile, problem: AttentionProblem, gpu: Gpu) -> Resources:
-    """Machine code of "dkdv" or "dq" on a tile, as the JIT would make it for contiguous inputs, with every gradient."""
+    """Machine code of "dkdv", "dq" or "adding" on a tile, as the JIT would make it for contiguous inputs, with every
+    gradient."""
     options = compile_options(tile.warps, tile.stages, 0)
-    return _compile(KERNELS[name], problem, gpu, constants(problem, tile), options)
+    boxes = {
+        f"{side}_desc{i}": f"tensordesc<{problem.dtype}[1,{tile.block_m},1,{part}]>"
+        for side, parts in (("q", tile.parts), ("do", tile.parts_v))
+        for i, part in enumerate(parts)
+        if tile.tma
+    }
+    if tile.tma and not problem.varlen:
+        boxes |= dict.fromkeys(("level_desc", "delta_desc"), f"tensordesc<fp32[{tile.block_m}]>")
+    return _compile(KERNELS[name], problem, gpu, constants(problem, tile), options, boxes, name == "adding")
 
 
 def compile_rows(problem: AttentionProblem, gpu: Gpu) -> Resources:
-    return _compile(rows_kernel, problem, gpu, rows_constants(problem), compile_options(4, 1, 0))
+    """Machine code of the kernel that makes delta and the level, and clears sums."""
+    return _compile(rows_kernel, problem, gpu, rows_constants(problem), compile_options(4, 1, 0), {}, True)
+
+
+def compile_sums(tile: Tile, problem: AttentionProblem, gpu: Gpu) -> Resources:
+    """Machine code of the kernel that turns sums into dQ."""
+    return _compile(sums_kernel, problem, gpu, sums_constants(problem, tile), compile_options(8, 1, 0), {}, True)
 
 
 def _compile(
-    kernel: Any, problem: AttentionProblem, gpu: Gpu, fixed: dict[str, Any], options: dict[str, Any]
-) -> Resources:
+    kernel: Any, problem: AttentionProblem, gpu: Gpu, fixed: dict[str, Any], options: dict[str, Any],
+    boxes: dict[str, str], adds: bool,
+) -> Resources:  # fmt: skip
     present = {
         "mask_ptr": problem.mask is not None, "slopes_ptr": problem.alibi, "dslope_ptr": problem.alibi,
         "cu_q_ptr": problem.varlen, "cu_k_ptr": problem.varlen, "seed_ptr": problem.dropout_p > 0,
         "sinks_ptr": problem.sinks, "norm_ptr": problem.element_bytes > 2,
-        "dlse_ptr": problem.alibi or kernel is rows_kernel,
+        "dlse_ptr": problem.alibi or kernel is rows_kernel, "sums_ptr": adds,
     }  # fmt: skip
     types: dict[str, str] = {}
     absent: dict[str, object] = {}
     for name in kernel.arg_names:
         if name in fixed:
             continue
-        if not present.get(name, True):
+        if "_desc" in name:
+            (types if name in boxes else absent)[name] = boxes.get(name)
+        elif not present.get(name, True):
             absent[name] = None
         elif name in LAST_STRIDES:
             absent[name] = 1

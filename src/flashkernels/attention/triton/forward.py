@@ -410,7 +410,8 @@ def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
     mask_strides = (0, 0, 0, 0) if mask is None else mask.expand(full).stride()
     slope_strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
     sink_stride = 0 if sinks is None else sinks.stride(0)
-    k_boxes, v_boxes = _boxes(k, tile.parts, tile), _boxes(v, tile.parts_v, tile)
+    box_rows = tile.block_n if tile.tma else 0
+    k_boxes, v_boxes = boxes_of(k, tile.parts, box_rows), boxes_of(v, tile.parts_v, box_rows)
     outputs = (*strides_of(empty_output(q, problem.head_dim_v, problem.layout))[:3], *lse_strides)
     fixed = (*inputs, *outputs, *mask_strides, *slope_strides, sink_stride, *sizes)
     device, drop = q.device.index, dropout.numbers(problem.dropout_p)
@@ -422,7 +423,7 @@ def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
         if grid == 0:
             return out, lse
         arguments = (
-            q, k, v, out, lse, *_descriptors(k, k_boxes), *_descriptors(v, v_boxes), mask, slopes, sinks, cu_q, cu_k,
+            q, k, v, out, lse, *descriptors(k, k_boxes), *descriptors(v, v_boxes), mask, slopes, sinks, cu_q, cu_k,
             tensors.dropout_seed,
         )  # fmt: skip
         numbers = (*fixed, softmax_scale * LOG2E.value, softcap * LOG2E.value, *drop)
@@ -470,17 +471,17 @@ def heads_per_section(problem: AttentionProblem) -> int:
 Box = tuple[tuple[int, ...], tuple[int, ...], list[int]]
 
 
-def _boxes(x: Tensor, parts: tuple[int, ...], tile: Tile) -> list[Box | None]:
-    """Shape, strides and block shape of a TMA descriptor for every part of x."""
-    if not tile.tma:
+def boxes_of(x: Tensor, parts: tuple[int, ...], rows: int) -> list[Box | None]:
+    """Shape, strides and block shape of a TMA descriptor for `rows` rows of every part of x (0: without TMA)."""
+    if not rows:
         return [None] * 3
     shape = tuple(x.shape) if x.dim() == 4 else (1, *x.shape)
     row = 16 // x.element_size()
     # a dimension of size 1 is never stepped over, so its stride may be any that TMA accepts
     strides = tuple(step if n > 1 else -(-shape[-1] // row) * row for n, step in zip(shape, strides_of(x), strict=True))
-    boxes: list[Box | None] = [(shape, (*strides[:-1], 1), [1, tile.block_n, 1, part]) for part in parts]
+    boxes: list[Box | None] = [(shape, (*strides[:-1], 1), [1, rows, 1, part]) for part in parts]
     return boxes + [None] * (3 - len(parts))
 
 
-def _descriptors(x: Tensor, boxes: list[Box | None]) -> list[Descriptor | None]:
+def descriptors(x: Tensor, boxes: list[Box | None]) -> list[Descriptor | None]:
     return [None if box is None else Descriptor(x, *box) for box in boxes]

@@ -1,0 +1,29 @@
+"""The predicted time of a call over a cache: what every call costs, and beside it the traffic or the work on the keys.
+
+Fitted to the suite `formats` on an H200 (2026-11-15);
+for another GPU the bandwidth and the number of multiprocessors scale it.
+"""
+
+from __future__ import annotations
+
+from flashkernels.decode.problem import DecodeProblem
+from flashkernels.hardware import Gpu
+
+ENDS = {"hopper": 15e-6, "triton": 23e-6}  # seconds: schedule, first loads, combination of the pieces
+REACHED = {"hopper": 0.77, "triton": 0.62}  # of the datasheet's bandwidth
+BITS = {"bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}
+# Seconds that a multiprocessor takes for one key of one head, by the bits of its numbers: products, and widening them.
+KEY = {
+    "hopper": {16: 14.5e-9, 8: 10.3e-9, 4: 8.7e-9},
+    "triton": {16: 22.2e-9, 8: 18.7e-9, 4: 19.3e-9},
+}
+MOST_ROWS = 16  # query rows of a KV head that one product takes: more were not measured
+
+
+def seconds(problem: DecodeProblem, impl: str, gpu: Gpu) -> float | None:
+    """None where nothing like it was measured."""
+    if impl not in ENDS or problem.format not in BITS or problem.ragged or problem.tokens * problem.group > MOST_ROWS:
+        return None
+    memory = problem.bytes() / (REACHED[impl] * gpu.bandwidth)
+    work = problem.keys() * problem.kv_heads * KEY[impl][BITS[problem.format]] / gpu.sms
+    return ENDS[impl] + max(memory, work)
