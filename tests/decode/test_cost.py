@@ -25,6 +25,14 @@ def test_four_in_five_predictions_are_within_20_percent(impl: str) -> None:
     assert sum(prediction.near for prediction in found) >= 0.8 * len(found)
 
 
+def test_traffic_or_keys_whichever_takes_longer() -> None:
+    problem = CASES["bf16-b64-s4096"]  # 64 x 4096 keys of 8 heads, 4096 bits each; 64 x 32 queries and outputs of 128
+    moved = 64 * 4096 * 8 * 512 + 64 * 32 * 256 * 2
+    assert cost.seconds(problem, "hopper", H200) == pytest.approx(15e-6 + moved / (0.77 * 4.8e12))
+    narrow = CASES["int4-b64-s4096"]
+    assert cost.seconds(narrow, "hopper", H200) == pytest.approx(15e-6 + 64 * 4096 * 8 * 8.7e-9 / 132)
+
+
 def test_more_keys_take_longer_and_fewer_bits_never_do() -> None:
     problem = CASES["bf16-b64-s4096"]
     seconds = cost.seconds(problem, "hopper", H200)
@@ -37,4 +45,5 @@ def test_more_keys_take_longer_and_fewer_bits_never_do() -> None:
 def test_what_was_not_measured_is_not_predicted() -> None:
     problem = CASES["bf16-b64-s4096"]
     assert cost.seconds(replace(problem, tokens=8), "hopper", H200) is None
+    assert cost.seconds(replace(problem, head_dim=512, head_dim_v=512), "triton", H200) is None
     assert cost.seconds(problem, "torch", H200) is None

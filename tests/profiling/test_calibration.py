@@ -19,11 +19,49 @@ from flashkernels.profiling.calibration import predictions, problem_of, summarie
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
 H200 = lookup("h200")
+FORWARD = {"attention", "decode", "moe"}
+
+
+def _read(pattern: str) -> Results:
+    return joined([(path, read(path)) for path in sorted(RESULTS.glob(pattern))])
 
 
 @pytest.fixture(scope="module")
 def committed() -> Results:
-    return joined([(path, read(path)) for path in sorted(RESULTS.glob("attention-*.json"))])
+    return _read("attention-*.json")
+
+
+def test_four_in_five_of_all_forward_rows_are_predicted_within_20_percent() -> None:
+    """Rows without a prediction count as missed."""
+    results = Results(_read("*.json").meta, [row for row in _read("*.json").rows if row.op in FORWARD])
+    found = predictions(results)
+    rows = len(found) + sum(unpredicted(results, found).values())
+    far = {f"{one.row.impl} {one.row.group} {one.row.case}": round(one.error, 2) for one in found if not one.near}
+    assert {one.row.op for one in found} == FORWARD and rows > 280
+    assert len(found) - len(far) >= 0.8 * rows, far
+
+
+@pytest.mark.parametrize(("op", "least"), [("decode", 50), ("moe", 75)])
+def test_four_in_five_rows_of_each_op_are_too(op: str, least: int) -> None:
+    results = _read(f"{op}-*.json")
+    found = predictions(results)
+    rows = len(found) + sum(unpredicted(results, found).values())
+    assert rows >= least and sum(one.near for one in found) >= 0.8 * rows
+
+
+def test_eager_routings_are_not_predicted() -> None:
+    """Their time is Python's."""
+    results = _read("moe-route.json")
+    eager = sum(row.impl == "triton" and row.params["launch"] == "eager" for row in results.rows)
+    assert unpredicted(results, predictions(results)) == {"triton moe route": eager}
+
+
+@pytest.mark.parametrize("op", ["decode", "moe"])
+def test_rows_that_are_not_the_case_they_name_are_not_predicted(op: str) -> None:
+    results = _read(f"{op}-*.json")
+    rows = [replace(row, params=row.params | {"colour": "blue"}) for row in results.rows]
+    rows += [replace(row, suite="tomorrow") for row in results.rows]
+    assert predictions(results) and not predictions(Results(results.meta, rows))
 
 
 @pytest.mark.parametrize("impl", ["hopper", "triton"])

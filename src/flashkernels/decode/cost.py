@@ -1,7 +1,7 @@
 """The predicted time of a call over a cache: what every call costs, and beside it the traffic or the work on the keys.
 
-Fitted to the suite `formats` on an H200 (2026-11-15);
-for another GPU the bandwidth and the number of multiprocessors scale it.
+Fitted to the suite `formats` on an H200 (2026-11-15, commit de09055): one query of a sequence, heads of up to 256
+columns, those of quantised caches of 128. For another GPU the bandwidth and the number of multiprocessors scale it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ KEY = {
     "hopper": {16: 14.5e-9, 8: 10.3e-9, 4: 8.7e-9},
     "triton": {16: 22.2e-9, 8: 18.7e-9, 4: 19.3e-9},
 }
-MOST_ROWS = 16  # query rows of a KV head that one product takes: more were not measured
+MOST_ROWS = 16  # query rows of a KV head: one product takes as many for the time of the 4 that were measured
+MOST_COLUMNS = 256  # of a head: no more were measured
 
 
 def seconds(problem: DecodeProblem, impl: str, gpu: Gpu) -> float | None:
     """None where nothing like it was measured."""
-    if impl not in ENDS or problem.format not in BITS or problem.ragged or problem.tokens * problem.group > MOST_ROWS:
+    if impl not in ENDS or problem.format not in BITS or problem.ragged:
+        return None
+    if problem.tokens * problem.group > MOST_ROWS or max(problem.head_dim, problem.head_dim_v) > MOST_COLUMNS:
         return None
     memory = problem.bytes() / (REACHED[impl] * gpu.bandwidth)
     work = problem.keys() * problem.kv_heads * KEY[impl][BITS[problem.format]] / gpu.sms

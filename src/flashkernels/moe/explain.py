@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from flashkernels import hardware
 from flashkernels.dispatch import Verdict, select, verdicts
 from flashkernels.hardware import Gpu
-from flashkernels.moe import gemm, route
+from flashkernels.moe import cost, gemm, route
 from flashkernels.moe.plan import block_rows
 from flashkernels.moe.problem import GATED, GemmProblem, LayerProblem, RouteProblem
 from flashkernels.moe.triton import tiles
@@ -48,15 +48,34 @@ class Explanation:
         compute = self.problem.flops() / self.gpu.peak[self.problem.compute]
         return max(compute, self.problem.bytes() / self.gpu.bandwidth)
 
+    @property
+    def predicted(self) -> float | None:
+        """Seconds of the layer in a CUDA graph, by the cost model; None where nothing like it was measured."""
+        cut = [(part.problem, part.tile) for part in self.parts if part.tile]
+        return cost.layer_seconds(self.problem, cut, self.gpu) if self.gpu and len(cut) == 2 else None
+
+    @property
+    def route_predicted(self) -> float | None:
+        """Seconds of the routing alone, likewise."""
+        p, serves = self.problem, next(v.name for v in self.verdicts if v.reason is None)
+        if self.gpu is None or serves != "triton":
+            return None
+        return cost.route_seconds(RouteProblem(p.tokens, p.experts, p.k, p.dtype, p.device), self.gpu)
+
     def __str__(self) -> str:
         lines = [f"{self.problem}"]
         lines += [f"  {v.name}: {'serves' if v.reason is None else v.reason}" for v in self.verdicts]
-        lines.append(f"route: {self.launches} launch{'es' if self.launches > 1 else ''}")
+        alone = f", predicted {self.route_predicted * 1e6:.1f} µs" if self.route_predicted else ""
+        lines.append(f"route: {self.launches} launch{'es' if self.launches > 1 else ''}{alone}")
         lines += map(str, self.parts)
         if self.floor is not None and self.gpu is not None:
             memory = self.problem.bytes() / self.gpu.bandwidth
             bound = "memory" if memory >= self.floor else "compute"
             lines.append(f"roofline: {self.floor * 1e6:.1f} µs on {self.gpu.name}, {bound}-bound")
+            if self.predicted:
+                rate, share = self.problem.flops() / self.predicted / 1e12, self.floor / self.predicted
+                words = f"{rate:.0f} TFLOPS, {share:.0%} of the roofline"
+                lines.append(f"predicted: {self.predicted * 1e6:.1f} µs, {words}")
         return "\n".join(lines)
 
 
@@ -75,10 +94,11 @@ def explain(
     LayerProblem(tokens=64, ...
       triton: serves
       torch: serves
-    route: 1 launch
+    route: 1 launch, predicted 4.2 µs
     gate and up: 28672 x 4096, triton, tile decode-32x64x... (16.0 rows an expert: weights are the traffic, ...
     down: 4096 x 14336, triton, tile decode-32x64x... rows are the narrow side (32))
     roofline: 587... µs on NVIDIA H200, memory-bound
+    predicted: 69... µs, 65 TFLOPS, 85% of the roofline
     """
     chip = hardware.lookup(gpu) if isinstance(gpu, str) else gpu or hardware.detect()
     device = "cpu" if chip is None else "cuda"

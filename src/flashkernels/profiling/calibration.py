@@ -11,18 +11,20 @@ from typing import Any
 from flashkernels.attention.explain import explain
 from flashkernels.attention.hopper import cost, tiles
 from flashkernels.attention.problem import AttentionProblem
+from flashkernels.bench import decode, moe, suites
 from flashkernels.bench.results import COPY, Results, Row
 from flashkernels.decode import cost as decode_cost
-from flashkernels.decode.cases import suite as decode_suite
 from flashkernels.dispatch import UnsupportedError
 from flashkernels.hardware import GPUS, Gpu
+from flashkernels.moe.cost import route_seconds
+from flashkernels.moe.explain import explain as explain_layer
+from flashkernels.moe.problem import RouteProblem
 
-# The parameters of a row do not say how scales are stored, its name does.
-CACHED = {case.name: case.problem for case in decode_suite("formats") if len({*case.lengths}) == 1}
 NEAR = 0.2  # a prediction is good within this share of the measurement
 MODELLED = ("hopper", "triton")
 SIZES = ("batch", "heads", "kv_heads", "head_dim", "head_dim_v", "causal", "dtype", "alibi", "sinks", "mask")
 OTHERS = ("seq", "seq_k", "window", "softcap", "lengths", "launch", "l2")  # those that are not taken as they are
+SUBJECTS = {("decode", "formats"): decode.SUBJECT, ("moe", "route"): moe.SUBJECT, ("moe", "layer"): moe.SUBJECT}
 
 
 @dataclass(frozen=True)
@@ -64,18 +66,11 @@ class Summary:
 def predictions(results: Results) -> list[Prediction]:
     """A prediction for each timed row of a kernel that has a cost model, on a GPU that the table has."""
     gpu = next((gpu for gpu in GPUS.values() if gpu.name == results.meta["gpu"]), None)
-    found = []
-    for row in results.rows if gpu else ():
-        known = not row.params.keys() - {*SIZES, *OTHERS}  # a parameter of tomorrow may mean anything
-        if gpu is None or not row.ok or row.impl not in MODELLED:
-            continue
-        if row.op == "decode":
-            seconds = decode_cost.seconds(CACHED[row.case], row.impl, gpu) if row.case in CACHED else None
-        else:
-            seconds = _predicted(row, gpu) if row.op == "attention" and known else None
-        if seconds is not None:
-            found.append(Prediction(row, seconds))
-    return found
+    if gpu is None:
+        return []
+    mine = (row for row in results.rows if row.ok and row.impl in MODELLED and row.op in MODELS)
+    times = ((row, MODELS[row.op](row, gpu)) for row in mine)
+    return [Prediction(row, seconds) for row, seconds in times if seconds is not None]
 
 
 def summaries(found: Sequence[Prediction]) -> list[Summary]:
@@ -110,7 +105,9 @@ def problem_of(params: dict[str, Any]) -> AttentionProblem:
     )  # fmt: skip
 
 
-def _predicted(row: Row, gpu: Gpu) -> float | None:
+def _attention(row: Row, gpu: Gpu) -> float | None:
+    if row.params.keys() - {*SIZES, *OTHERS}:  # a parameter of tomorrow may mean anything
+        return None
     problem, lengths = problem_of(row.params), row.params.get("lengths", ())
     try:
         if row.impl == "hopper" and lengths:  # which `explain` does not know
@@ -118,3 +115,32 @@ def _predicted(row: Row, gpu: Gpu) -> float | None:
         return explain("attention", problem=problem, gpu=gpu, impl=row.impl).predicted
     except UnsupportedError:  # measured with a version that served it
         return None
+
+
+def _decode(row: Row, gpu: Gpu) -> float | None:
+    case = _case(row)
+    even = case and len({*case.lengths}) == 1  # ragged lengths are on the device
+    return decode_cost.seconds(case.problem, row.impl, gpu) if even else None
+
+
+def _moe(row: Row, gpu: Gpu) -> float | None:
+    case = _case(row)
+    if case is None or case.launch != "graph":  # the time of eager calls is Python's
+        return None
+    p = case.problem
+    if isinstance(p, RouteProblem):
+        return route_seconds(p, gpu)
+    sizes = (p.tokens, p.hidden, p.inner, p.experts, p.k)
+    return explain_layer(*sizes, dtype=p.dtype, weights=p.weights, gpu=gpu).predicted
+
+
+def _case(row: Row) -> Any:
+    """The case that a row names, if it has the row's parameters: they alone do not say all of a problem."""
+    subject = SUBJECTS.get((row.op, row.suite))
+    if subject is None:
+        return None
+    suite = suites.suite(row.op, row.suite)
+    return next((c for c in suite.cases if c.name == row.case and subject.params(c, suite) == row.params), None)
+
+
+MODELS = {"attention": _attention, "decode": _decode, "moe": _moe}

@@ -616,11 +616,10 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
     grad_out = given.grad_out
     # a ragged batch is one sequence to the first kernel
     batch, rows = (1, q.shape[0]) if call.varlen else (call.batch, call.seq_q)
-    tiles = backward_tiles.choose(problem, gpu)
+    by_tma = not (unaddressable(q) or unaddressable(grad_out)) and batch * call.heads * rows < 1 << 31
+    tiles = backward_tiles.choose(problem, gpu, by_tma)
     if len({aligned(x) for x in (q, k, v, grad_out)}) > 1:
         tiles = tiles.unpipelined()
-    if unaddressable(q) or unaddressable(grad_out) or batch * call.heads * rows >= 1 << 31:
-        tiles = tiles.without_tma()
     tile, adds = tiles.dkdv, tiles.dq is None
     normalise = call.element_bytes > 2
     want_dq, want_dkdv = normalise or "q" in wanted or "alibi_slopes" in wanted, "k" in wanted or "v" in wanted

@@ -1,14 +1,14 @@
 """Tiles of the Triton backward, by a rule: the first shape of a list that is meant for the head dimension and fits.
 
-The lists come from what the compiler says (registers and spills in the loops), not from timings yet:
-`docs/notes/triton_backward.md`.
+The lists come from what the compiler says (registers and spills in the loops) and, of the pass that adds, from timings
+on an H200: `docs/notes/triton_backward.md`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.triton.tiles import parts_of
@@ -37,14 +37,7 @@ class BackwardTiles(NamedTuple):
     def unpipelined(self) -> BackwardTiles:
         """Where some operands of a loop are copied asynchronously and some are not, Triton 3.6 lets a wgmma read what
         is already being overwritten (seen at head_dim=16 with head_dim_v=40): one stage waits for each product."""
-        return self._changed(stages=1)
-
-    def without_tma(self) -> BackwardTiles:
-        """Where TMA cannot read the query rows or their gradients."""
-        return self._changed(tma=False)
-
-    def _changed(self, **fields: Any) -> BackwardTiles:
-        return BackwardTiles(replace(self.dkdv, **fields), self.dq and replace(self.dq, **fields))
+        return BackwardTiles(replace(self.dkdv, stages=1), self.dq and replace(self.dq, stages=1))
 
 
 # dK and dV are two accumulators of block_n rows, so registers run out early. wgmma takes K and V from shared memory,
@@ -58,17 +51,18 @@ DQ_MMA = (Rule(128, 128, 64, 8), Rule(128, 64, 32, 4), Rule(256, 64, 32, 8), Rul
 # IEEE fp32 runs on the plain FMA units.
 DKDV_FP32 = (Rule(64, 32, 32, 8), Rule(128, 16, 32, 8))
 DQ_FP32 = (Rule(64, 32, 32, 8), Rule(128, 32, 16, 8))
-# dQ is made of 64 rows at least, and 64 keys a block would add twice as often as 128.
-ADDING = (Rule(128, 64, 128, 8),)
+# dQ is made of 64 rows at least. Two programs of 64 keys on a multiprocessor beat one of 128, where registers allow
+# two (H200, 2026-11-15, D=64: 405 TFLOPS against 344; D=128: 272 against 419).
+ADDING = (Rule(64, 64, 64, 4), Rule(128, 64, 128, 8))
 SMALLEST = (Rule(512, 16, 16, 8),)
 MASKED = 32 * 64  # most scores of a block under a mask tensor, whose addresses and values take registers
 
 
 @lru_cache(maxsize=1024)
-def choose(problem: BackwardProblem, gpu: Gpu) -> BackwardTiles:
-    """The tiles of both passes, or of the one that makes all gradients."""
+def choose(problem: BackwardProblem, gpu: Gpu, by_tma: bool = True) -> BackwardTiles:
+    """The tiles of both passes, or of the one that makes all gradients; it wants TMA to read Q and dO."""
     call = problem.call
-    if adds_dq(problem, gpu):
+    if by_tma and adds_dq(problem, gpu):
         return BackwardTiles(_first("adding", ADDING, call, gpu), None)
     return in_two_passes(call, gpu)
 
@@ -106,7 +100,8 @@ def _first(name: str, rules: tuple[Rule, ...], problem: AttentionProblem, gpu: G
         parts, parts_v = parts_of("exact", problem)
     mean = (sum(parts) + sum(parts_v)) // 2
     adding = name == "adding"
-    for stages in (3, 2, 1) if adding else (2, 1):
+    # on Hopper a load that is two blocks ahead gave 20 to 24 % at 64 and 128 (H200, 2026-11-15)
+    for stages in (3, 2, 1) if adding or (gpu.has_wgmma and mean <= 128) else (2, 1):
         for width, block_m, block_n, warps in rules + SMALLEST:
             if mean > width or (problem.mask and block_m * block_n > MASKED):
                 continue

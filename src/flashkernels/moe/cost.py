@@ -1,0 +1,98 @@
+"""The predicted time of a routing and of a layer: traffic, products in whole rounds of tiles, unpacking, and launches.
+
+Tokens are taken to like all experts equally: how they do is on the device. Eager calls are not predicted, their time is
+Python's. Fitted to the suites `route` and `layer` on an H200 (2026-11-15, commit 8a98538, CUDA graphs), least squares
+of the logarithm of predicted over measured; for another GPU peak, bandwidth and number of multiprocessors scale it.
+docs/notes/moe.md says what a fit to one model tells of the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
+
+from flashkernels.hardware import Gpu
+from flashkernels.moe.problem import BYTES, FORMATS, PHASES, GemmProblem, LayerProblem, RouteProblem
+from flashkernels.moe.triton.tiles import GemmTile, widens
+from flashkernels.moe.weights import ROUNDED
+
+MEASURED = ("", "fp8", "int8", "w4")  # formats of weights
+SMALL, PARTS = 1024, 16  # items that one program places, and programs that choose them
+
+BANDWIDTH = 0.92  # of the datasheet's
+PRODUCTS = 0.61  # of the peak, by tiles that are full
+EXPOSED = 0.23  # share of the shorter one of traffic and arithmetic that the longer one does not hide
+UNPACK = 14.5e-12  # seconds of a multiprocessor for a weight of 4 bits
+LAUNCH = 3.5e-6  # of each kernel of a layer: to start it, fill the machine and empty it
+ROUTE = 2.1e-6  # of a routing's kernel, alone
+CHOOSE = 66e-12  # seconds of a multiprocessor for a logit in each of k rounds, and two more for its power and key
+RANK = 0.68e-9  # seconds of a multiprocessor for a logit's rank among those of its expert
+
+
+def route_seconds(problem: RouteProblem, gpu: Gpu) -> float:
+    """On the GPU, of the choice and, where it is planned, the regrouping."""
+    small = problem.tokens * problem.k <= SMALL
+    logits = problem.tokens * problem.experts / (max(1, min(PARTS, problem.tokens)) if small else gpu.sms)
+    seconds = ROUTE + CHOOSE * logits * (problem.k + 2)
+    if not problem.planned:
+        return seconds
+    if small:  # the last program places all items, which takes it about as long as a launch
+        return seconds + RANK * logits + ROUTE
+    parts = 2 * gpu.sms  # each reads the counts of all
+    return seconds + RANK * logits + parts * parts * problem.experts * 4 / (BANDWIDTH * gpu.bandwidth)
+
+
+def layer_seconds(problem: LayerProblem, parts: Sequence[tuple[GemmProblem, GemmTile]], gpu: Gpu) -> float | None:
+    """Of the routing, the two products on their tiles, the passes between them and the sum; None where nothing like it
+    was measured."""
+    if problem.weights not in MEASURED or problem.dtype not in ("bf16", "fp16") or problem.compute not in gpu.peak:
+        return None
+    tokens, items = problem.tokens, problem.tokens * problem.k
+    seconds = route_seconds(RouteProblem(tokens, problem.experts, problem.k, problem.dtype, problem.device), gpu)
+    kernels = 1  # the sum
+    moved = 2.0 * tokens * problem.hidden  # by the passes
+    for product, tile in parts:
+        seconds += product_seconds(product, tile, *spread(tokens, problem.k, problem.experts, tile.block_m), gpu)
+        kernels += 1 + tile.copied + (product.weights in ROUNDED) + widens(product)
+        if tile.copied:
+            moved += 2 * items * product.depth * BYTES[product.dtype]
+        if product.weights in ROUNDED:
+            moved += 3 * (tokens if product.gather else items) * product.depth
+        if widens(product):
+            moved += (FORMATS[product.weights] / 8 + 2) * product.experts * product.n * product.depth
+    moved += items * problem.hidden * stored_bytes(parts[-1][1])
+    return seconds + LAUNCH * kernels + moved / (BANDWIDTH * gpu.bandwidth)
+
+
+def product_seconds(problem: GemmProblem, tile: GemmTile, used: float, row_tiles: float, gpu: Gpu) -> float:
+    """Of one grouped GEMM with so many experts in use and tiles of rows."""
+    widened = widens(problem)
+    bits = 16 if widened else FORMATS.get(problem.weights, 8 * BYTES[problem.dtype])
+    features = tile.block_n * problem.n // problem.width  # gate and up of a column
+    tiles = row_tiles * -(-problem.width // tile.block_n) * tile.split
+    rounds = math.ceil(round(tiles / gpu.sms, 6)) / tile.split
+    busy = 2 * tile.block_m * features * problem.depth / (PRODUCTS * gpu.peak[problem.dtype] / gpu.sms)
+    if problem.weights in PHASES and not widened:
+        busy += UNPACK * features * problem.depth
+    rows = problem.rows * (problem.depth * BYTES[problem.dtype] + problem.width * stored_bytes(tile))
+    memory = (used * problem.n * problem.depth * bits / 8 + rows) / (BANDWIDTH * gpu.bandwidth)
+    return max(rounds * busy, memory) + EXPOSED * min(rounds * busy, memory)
+
+
+def stored_bytes(tile: GemmTile) -> int:
+    """Of a number of the output; sums of parts are in fp32."""
+    return 4 * tile.split if tile.split > 1 else 2
+
+
+def spread(tokens: int, k: int, experts: int, block: int) -> tuple[float, float]:
+    """Experts that get any token, and tiles of `block` rows, on average. Rows of an expert are nearly normal.
+
+    >>> spread(100, 4, 4, 32)  # every expert gets all of them
+    (4.0, 16.0)
+    """
+    share = k / experts
+    used = experts * (1 - (1 - share) ** tokens)
+    rows = NormalDist(tokens * share, max(1e-6, math.sqrt(tokens * share * (1 - share))))
+    more = sum(1 - rows.cdf(full + 0.5) for full in range(block, tokens, block))
+    return used, used + experts * more
