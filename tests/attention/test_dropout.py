@@ -201,7 +201,7 @@ def test_bhsd(impl: str) -> None:
 @pytest.mark.parametrize("blocks", [(16, 16), (16, 32)], ids=str)
 def test_tiles_make_no_difference(blocks: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     tile = Tile("exact", *blocks, (16,), (16, 16), 4, 1, tma=False)
-    monkeypatch.setattr(backward_tiles, "choose", lambda problem, gpu: backward_tiles.BackwardTiles(tile, tile))
+    monkeypatch.setattr(backward_tiles, "choose", lambda *problem: backward_tiles.BackwardTiles(tile, tile))
     monkeypatch.setattr(api, "_backward_plans", {})
     with use_tile(tile=tile):
         check(*qkv(TINY, torch.float16), impl="triton", causal=True)

@@ -73,7 +73,7 @@ def names(case: str, gpu: str | None, impls: str = "") -> list[str]:
 
 
 def test_who_takes_part() -> None:
-    assert names("d72-full", "h200") == ["triton"]
+    assert names("d72-full", "h200") == ["hopper", "hopper-deterministic", "triton"]
     everyone = "hopper,hopper-deterministic,triton"
     assert names("d72-full", "h200", everyone) == ["hopper", "hopper-deterministic", "triton"]
     assert names("d256-causal", "h200", everyone) == ["hopper", "triton"]  # there dQ is the same to the bit anyway

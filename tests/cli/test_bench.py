@@ -177,22 +177,30 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
 
 
 @pytest.mark.parametrize(
-    ("suite", "file", "line"),
+    ("suite", "file", "line", "commit"),
     [
-        ("formats", "decode-formats", "| bf16-b16-s32768 | 4.06 | 2.92 | 4.50 |"),
-        ("route", "moe-route", "| t32768-e64-k2-graph | 26.1 | "),
-        ("layer", "moe-layer", "| mixtral-8x7b-t4096-fp8 | "),
+        ("formats", "decode-formats", "| bf16-b16-s32768 | 4.06 | 2.92 | 4.50 |", "de09055"),
+        ("route", "moe-route", "| t32768-e64-k2-graph | 20.8 | ", "8a98538"),
+        ("layer", "moe-layer", "| mixtral-8x7b-t4096-fp8 | ", "8a98538"),
+        ("rows", "fused-rows", "| rope | 88.2 µs, 3.80 TB/s (95%) | ", "eca2290"),
+        ("headdims", "attention-backward", "| 64 | 475 / 426 | 329 / 289 | 427 / 371 |", "eca2290"),
     ],
 )
-def test_tables_by_case(suite: str, file: str, line: str, tmp_path: Path) -> None:
+def test_tables_by_case(suite: str, file: str, line: str, commit: str, tmp_path: Path) -> None:
     path = tmp_path / "notes.md"
     path.write_text(f"<!-- table:{suite} -->\n<!-- /table -->\n")
     table([RESULTS / f"{file}.json"], into=path)
     text = path.read_text()
-    assert line in text and "NVIDIA H200, 2026-11-15, commit de09055" in text
+    assert line in text and f"NVIDIA H200, 2026-11-15, commit {commit}" in text
 
 
-@pytest.mark.parametrize(("note", "files"), [("decode", ["decode-formats"]), ("moe", ["moe-route", "moe-layer"])])
+NOTES = [
+    ("decode", ["decode-formats"]), ("moe", ["moe-route", "moe-layer"]), ("fused", ["fused-rows"]),
+    ("hopper_backward", ["attention-backward"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("note", "files"), NOTES)
 def test_the_notes_show_the_committed_results(note: str, files: list[str]) -> None:
     notes = RESULTS.parents[2] / "docs" / "notes" / f"{note}.md"
     table([RESULTS / f"{file}.json" for file in files], into=notes, check=True)

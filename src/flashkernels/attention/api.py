@@ -35,7 +35,7 @@ from flashkernels.attention.validation import (
 )
 from flashkernels.dispatch import Impl, UnsupportedError, lacks_triton, leaves_the_cpu, select
 from flashkernels.hardware import GPUS, Gpu
-from flashkernels.jit.eager import unwatched
+from flashkernels.jit.eager import followed_only, unwatched
 from flashkernels.tiling import Tile, TilingError, override
 
 
@@ -349,7 +349,8 @@ def _call(
     softcap: float, layout: str, need_lse: bool, impl: str, dropout_p: float, deterministic: bool,
     dropout_seed: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Straight to the kernel where nothing watches; through the registered op under compile, autograd and modes."""
+    """Straight to the kernel where nothing watches, and with autograd alone by a function of its own, which costs the
+    CPU a third of the registered op; through that under compile, transforms and modes."""
     if isinstance(window, list):
         window = tuple(window)
     settings = (max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, dropout_p)
@@ -367,10 +368,12 @@ def _call(
     _problem(tensors, *settings[:8], dropout_p=dropout_p)  # the errors of eager
     scale = tensors.q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     keep = need_lse or (_fusable(device, impl) and _tracked(tensors))
-    return attention_op(
+    op: Any = Attended.apply if followed_only(tensors) else attention_op
+    found: tuple[Tensor, Tensor] = op(
         *tensors[:12], max_q, max_k, causal, scale, window[0], window[1], softcap, layout, keep, impl,
         tensors.dropout_seed, dropout_p, deterministic,
     )  # fmt: skip
+    return found
 
 
 def _tracked(tensors: Tensors) -> bool:
@@ -394,8 +397,7 @@ def _autocast(tensors: Tensors, device: str) -> Tensors:
 # --- the registered op: schema, fake and autograd, for torch.compile, torch.export and training
 
 
-@torch.library.custom_op("flashkernels::attention", mutates_args=())
-def attention_op(
+def attend(
     q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None, sinks: Tensor | None, mask: Tensor | None,
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, block_table: Tensor | None, q_scale: Tensor | None,
     k_scale: Tensor | None, v_scale: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, causal: bool,
@@ -410,6 +412,9 @@ def attention_op(
     settings = (max_seqlen_q, max_seqlen_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, dropout_p)
     out, lse = _run(tensors, settings)
     return out, q.new_empty(0, dtype=lse_dtype(q)) if lse is None or not need_lse else lse
+
+
+attention_op = torch.library.custom_op("flashkernels::attention", attend, mutates_args=())
 
 
 @attention_op.register_fake
@@ -449,7 +454,9 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
         if grad_lse is None:
             return (None,) * 25
         grad_out = q.new_zeros(()).expand(*q.shape[:-1], v.shape[-1])
-    grads = attention_backward_op(
+    plain = unwatched((grad_out, grad_lse, out, lse, *inputs, dropout_seed))
+    differentiate: Any = gradients if plain else attention_backward_op
+    grads = differentiate(
         grad_out, grad_lse, out, lse, *inputs, *ctx.settings, wanted, dropout_seed, ctx.dropout_p, ctx.deterministic
     )
     needed = [g if want else None for g, want in zip(grads, wanted, strict=True)]
@@ -459,11 +466,22 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
 attention_op.register_autograd(_backward, setup_context=_setup)
 
 
+class Attended(torch.autograd.Function):
+    """The registered op without torch's dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = attend(*inputs)
+        _setup(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_backward)
+
+
 _backward_plans: dict[tuple[Any, ...], RunBackward] = {}
 
 
-@torch.library.custom_op("flashkernels::attention_backward", mutates_args=())
-def attention_backward_op(
+def gradients(
     grad_out: Tensor, grad_lse: Tensor | None, out: Tensor | None, lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     alibi_slopes: Tensor | None, sinks: Tensor | None, mask: Tensor | None, cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, causal: bool, softmax_scale: float,
@@ -490,6 +508,9 @@ def attention_backward_op(
         _backward_plans[key] = run
     grads = run(tensors, given, softmax_scale, softcap)
     return [q.new_empty(0) if g is None or not want else g for g, want in zip(grads, wanted, strict=True)]
+
+
+attention_backward_op = torch.library.custom_op("flashkernels::attention_backward", gradients, mutates_args=())
 
 
 @attention_backward_op.register_fake

@@ -26,9 +26,17 @@ def watched() -> Iterator[None]:
 def unwatched(tensors: Iterable[Tensor | None]) -> bool:
     """Whether these are plain dense tensors that neither compile, autograd, a dispatch mode, a transform nor a profiler
     follows."""
+    return _plain(tensors, torch.is_grad_enabled())
+
+
+def followed_only(tensors: Iterable[Tensor | None]) -> bool:
+    """The same, but autograd may."""
+    return _plain(tensors, False)
+
+
+def _plain(tensors: Iterable[Tensor | None], grad: bool) -> bool:
     if torch.compiler.is_compiling() or _watchers:
         return False
-    grad = torch.is_grad_enabled()
     for x in tensors:
         if x is None:
             continue
