@@ -17,6 +17,10 @@ interpreter = pytest.mark.skipif(
 )
 
 
+def dtype_id(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class Shape:
     """Sizes of one dense call; `str(shape)` is its test id."""

@@ -13,17 +13,13 @@ from torch import Tensor
 import flashkernels as fk
 
 from . import oracle
-from .cases import Ragged, Shape, qkv
+from .cases import Ragged, Shape, dtype_id as dtype_id, qkv
 
 GIB = 1024**3
 INF, NAN = float("inf"), float("nan")
 LENGTHS = ([700, 0, 1, 129, 333, 64], [500, 40, 900, 0, 333, 1])
 LARGE = Shape(b=2, sq=700, sk=1000, h=6, hkv=2, d=72)
 FAR = 2**31  # elements
-
-
-def dtype_id(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def capability() -> tuple[int, int]:

@@ -11,7 +11,7 @@ import torch
 
 import flashkernels as fk
 
-from .cases import Shape, qkv, ragged
+from .cases import Shape, interpreter, qkv, ragged
 
 NAN, INF = float("nan"), float("inf")
 IMPLS = ["auto", "torch"]
@@ -260,7 +260,7 @@ def test_triton_without_the_interpreter_refuses_cpu_tensors() -> None:
         fk.attention(**dense(), impl="triton")
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+@interpreter
 class TestTritonCannot:
     @pytest.mark.parametrize("dim", [513, 600, 4096])
     def test_head_dim_above_512(self, dim: int) -> None:

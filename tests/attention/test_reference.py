@@ -17,6 +17,7 @@ from .cases import (
     NO_MASK,
     Shape,
     bool_mask,
+    dtype_id,
     float_mask,
     keywords,
     pairs,
@@ -26,7 +27,6 @@ from .cases import (
 
 INF = float("inf")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-dtype_id = lambda dtype: str(dtype).removeprefix("torch.")  # noqa: E731
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, **features: Any) -> tuple[Tensor, Tensor]:
@@ -371,8 +371,8 @@ def test_lse_joins_two_halves_of_the_keys() -> None:
         fk.attention(q, k[:, part], v[:, part], return_lse=True, impl="torch") for part in (slice(0, 20), slice(20, 47))
     )
     lse = torch.logaddexp(lse_a, lse_b)
-    share = lambda part: (part - lse).exp().transpose(1, 2)[..., None]  # noqa: E731
-    torch.testing.assert_close(a * share(lse_a) + b * share(lse_b), whole)
+    share_a, share_b = ((part - lse).exp().transpose(1, 2)[..., None] for part in (lse_a, lse_b))
+    torch.testing.assert_close(a * share_a + b * share_b, whole)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])

@@ -21,6 +21,7 @@ from .cases import (
     NO_MASK,
     Shape,
     bool_mask,
+    dtype_id,
     float_mask,
     interpreter,
     keywords,
@@ -33,7 +34,6 @@ pytestmark = interpreter
 
 INF, NAN = float("inf"), float("nan")
 HEAD_DIMS = [1, 7, 16, 24, 40, 48, 64, 72, 80, 96, 112, 128, 160, 192, 256, 264, 320, 512]
-dtype_id = lambda dtype: str(dtype).removeprefix("torch.")  # noqa: E731
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, **features: Any) -> tuple[Tensor, Tensor]:
@@ -303,11 +303,9 @@ def test_layout(layout: str, feature: str) -> None:
 
 def test_strides_of_q_k_v_do_not_matter() -> None:
     q, k, v = qkv(Shape(sq=20, sk=70, h=2, d=24))
-    spread = lambda x: torch.stack([x, x + 1], -1)[..., 0]  # noqa: E731
-    padded = lambda x: torch.nn.functional.pad(x, (3, 5), value=NAN)[..., 3:-5]  # noqa: E731
-    outer = lambda x: x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)  # noqa: E731
-    for change in (spread, padded, outer):
-        check(change(q), change(k), change(v), causal=True)
+    check(*(torch.stack([x, x + 1], -1)[..., 0] for x in (q, k, v)), causal=True)
+    check(*(torch.nn.functional.pad(x, (3, 5), value=NAN)[..., 3:-5] for x in (q, k, v)), causal=True)
+    check(*(x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0) for x in (q, k, v)), causal=True)
     check(q, k[:1].expand(2, -1, -1, -1), v[:, :, :1].expand(-1, -1, 2, -1))
 
 

@@ -30,8 +30,7 @@ each_pass = pytest.mark.parametrize("name", ["dkdv", "dq"])
 
 def chosen(name: str, problem: AttentionProblem, gpu: Gpu) -> Tile:
     """Of "dkdv" or "dq", or of "adding", which is the first where it adds up dQ."""
-    tiles = backward_tiles.choose(BackwardProblem(problem, ("q", "k", "v"), deterministic=name != "adding"), gpu)
-    assert (tiles.dq is None) == (name == "adding")
+    tiles = backward_tiles.in_one_pass(problem, gpu) if name == "adding" else backward_tiles.in_two_passes(problem, gpu)
     tile = tiles.dq if name == "dq" else tiles.dkdv
     assert tile is not None
     return tile

@@ -101,6 +101,8 @@ class Asked:
                     monkeypatch.setattr(module, attribute, posed)
                 elif attribute == "unwatched":
                     monkeypatch.setattr(module, attribute, unwatched)
+                elif attribute == "followed_only":
+                    monkeypatch.setattr(module, attribute, lambda tensors: True)
                 elif isinstance(value, CustomOpDef):
                     monkeypatch.setattr(module, attribute, differentiable(value))
         # Nothing is kept: another GPU may pose next.

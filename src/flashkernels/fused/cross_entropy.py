@@ -16,7 +16,7 @@ from flashkernels.fused.norm import accumulator
 from flashkernels.fused.problem import LossProblem
 from flashkernels.fused.rows import DTYPES, Plans, Run, check_choice, check_number, check_rows, gpu_of, nothing
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import unwatched
+from flashkernels.jit.eager import followed_only, unwatched
 
 REDUCTIONS = ("mean", "sum", "none")
 SHIFT = 12  # gradients of logits are up to 2 ** 12 times those of a mean: far from both ends of fp16
@@ -129,10 +129,11 @@ def linear_cross_entropy(
         scale, shift = _scale(x, targets, ignore_index, reduction)
     call = LinearLoss(loss, need_x, need_weight, need_bias, shift)
     tensors = (x, weight, bias, targets, scale)
-    if not unwatched([None if y is None else y.detach() for y in tensors]):
+    if not followed_only(tensors):
         losses = linear_cross_entropy_op(*tensors, *loss, *call[1:])[0]
     elif grads:
-        losses = _Losses.apply(*tensors, call)  # type: ignore[no-untyped-call]
+        followed: Any = _Losses.apply
+        losses = followed(*tensors, call)
     else:
         losses = linear_forward(tensors, call)[0]
     return _reduced(losses, targets, ignore_index, reduction)

@@ -5,15 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from flashkernels.attention.problem import AttentionProblem
-from flashkernels.attention.triton.backward import (
-    constants,
-    dkdv_kernel,
-    dq_kernel,
-    rows_constants,
-    rows_kernel,
-    sums_constants,
-    sums_kernel,
-)
+from flashkernels.attention.triton.backward import constants, rows_constants, sums_constants
+from flashkernels.attention.triton.backward_kernels import dkdv_kernel, dq_kernel, rows_kernel, sums_kernel
 from flashkernels.hardware import Gpu
 from flashkernels.jit.launch import compile_options
 from flashkernels.jit.offline import Resources, compile_for

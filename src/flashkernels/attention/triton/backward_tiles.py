@@ -61,10 +61,8 @@ MASKED = 32 * 64  # most scores of a block under a mask tensor, whose addresses 
 @lru_cache(maxsize=1024)
 def choose(problem: BackwardProblem, gpu: Gpu, by_tma: bool = True) -> BackwardTiles:
     """The tiles of both passes, or of the one that makes all gradients; it wants TMA to read Q and dO."""
-    call = problem.call
-    if by_tma and adds_dq(problem, gpu):
-        return BackwardTiles(_first("adding", ADDING, call, gpu), None)
-    return in_two_passes(call, gpu)
+    by = in_one_pass if by_tma and adds_dq(problem, gpu) else in_two_passes
+    return by(problem.call, gpu)
 
 
 def adds_dq(problem: BackwardProblem, gpu: Gpu) -> bool:
@@ -77,7 +75,19 @@ def adds_dq(problem: BackwardProblem, gpu: Gpu) -> bool:
     call, wanted = problem.call, problem.wanted
     if problem.deterministic or "q" not in wanted or not {"k", "v"} & {*wanted} or "alibi_slopes" in wanted:
         return False
-    return gpu.has_wgmma and call.element_bytes == 2 and not call.mask and max(call.head_dim, call.head_dim_v) <= 128
+    fits = call.element_bytes == 2 and not call.mask and max(call.head_dim, call.head_dim_v) <= 128
+    return has_run(call) and gpu.has_wgmma and fits
+
+
+def has_run(call: AttentionProblem) -> bool:
+    """Whether one pass, and three stages of two, have met their like on a GPU (H200, 2026-11-15: 64, 72, 96 and 128
+    columns, full and causal). A compiler that is right about these need not be about the rest."""
+    features = call.softcap or call.alibi or call.dropout_p or call.varlen or call.mask
+    return not features and call.band in ((-1, -1), (-1, 0)) and call.head_dim == call.head_dim_v > SMALLEST_PART * 2
+
+
+def in_one_pass(problem: AttentionProblem, gpu: Gpu) -> BackwardTiles:
+    return BackwardTiles(_first("adding", ADDING, problem, gpu), None)
 
 
 def in_two_passes(problem: AttentionProblem, gpu: Gpu) -> BackwardTiles:
@@ -101,7 +111,7 @@ def _first(name: str, rules: tuple[Rule, ...], problem: AttentionProblem, gpu: G
     mean = (sum(parts) + sum(parts_v)) // 2
     adding = name == "adding"
     # on Hopper a load that is two blocks ahead gave 20 to 24 % at 64 and 128 (H200, 2026-11-15)
-    for stages in (3, 2, 1) if adding or (gpu.has_wgmma and mean <= 128) else (2, 1):
+    for stages in (3, 2, 1) if adding or (gpu.has_wgmma and mean <= 128 and has_run(problem)) else (2, 1):
         for width, block_m, block_n, warps in rules + SMALLEST:
             if mean > width or (problem.mask and block_m * block_n > MASKED):
                 continue
