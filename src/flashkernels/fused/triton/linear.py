@@ -15,6 +15,7 @@ from flashkernels.fused.triton import linear_tiles as tiles
 from flashkernels.fused.triton.activation import activated
 from flashkernels.fused.triton.blocks import Launch
 from flashkernels.fused.triton.linear_tiles import LinearTile
+from flashkernels.fused.triton.operands import across, load_part, load_rows
 from flashkernels.hardware import GPUS, Gpu
 from flashkernels.jit.launch import Descriptor
 
@@ -45,33 +46,13 @@ def load_weight(
     else:
         offs_k = k0 + tl.arange(0, K)
         at = w_ptr + rows.to(tl.int64)[:, None] * stride_w + offs_k[None, :]
-        w = tl.load(at) if EVEN else tl.load(at, mask=(offs_k < depth)[None, :], other=0.0)
+        w = tl.load(at) if EVEN else load_part(at, (offs_k < depth)[None, :])
     return w
-
-
-@triton.jit
-def load_rows(x_ptr, x_desc, x_rows, m0, k0, depth, K: tl.constexpr, EVEN: tl.constexpr):
-    """[BLOCK_M, K] of x."""
-    if x_desc is not None:
-        x = x_desc.load([m0, k0])
-    else:
-        offs_k = k0 + tl.arange(0, K)
-        at = x_rows[:, None] + offs_k[None, :]
-        x = tl.load(at) if EVEN else tl.load(at, mask=(offs_k < depth)[None, :], other=0.0)
-    return x
 
 
 @triton.jit
 def add_product(acc, x, w, SWAP: tl.constexpr):
     return tl.dot(w if SWAP else x, x.T if SWAP else w.T, acc, input_precision="ieee")
-
-
-@triton.jit
-def across(row_values, column_values, SWAP: tl.constexpr):
-    """The two vectors as they lie beside an accumulator."""
-    down = row_values[None, :] if SWAP else row_values[:, None]
-    right = column_values[:, None] if SWAP else column_values[None, :]
-    return down, right
 
 
 @triton.jit
@@ -146,7 +127,7 @@ def linear_kernel(
         squares = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
         for i in tl.range(tl.cdiv(depth, BLOCK_K)):
             k0 = i * BLOCK_K
-            x = load_rows(x_ptr, x_desc, x_rows, m0, k0, depth, BLOCK_K, EVEN)
+            x = load_rows(x_desc, x_rows, m0, k0, depth, BLOCK_K, EVEN)
             if NORMED:
                 exact = x.to(tl.float32)
                 squares += exact * exact

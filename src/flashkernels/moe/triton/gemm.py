@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from flashkernels.fused.rows import Run
 from flashkernels.fused.triton.activation import activated
 from flashkernels.fused.triton.blocks import Launch
+from flashkernels.fused.triton.operands import across, load_part, load_rows
 from flashkernels.hardware import GPUS, Gpu
 from flashkernels.jit.launch import Descriptor, Launcher, compile_options
 from flashkernels.jit.mode import interpreting
@@ -52,17 +53,6 @@ def weight_rows(n0, half, inner, GATED: tl.constexpr, BOTH: tl.constexpr, INTERL
 
 
 @triton.jit
-def load_part(at, inside):
-    """A masked load, 0 outside; of FP8 by its bits, as Triton's interpreter cannot make an FP8 zero."""
-    if at.dtype.element_ty == tl.float8e4nv:
-        x = tl.load(at.to(tl.pointer_type(tl.uint8), bitcast=True), mask=inside, other=0)
-        x = x.to(tl.float8e4nv, bitcast=True)
-    else:
-        x = tl.load(at, mask=inside, other=0)
-    return x
-
-
-@triton.jit
 def load_weights(
     w_ptr, w_desc, rows, expert, n0, half, k0, depth, stride_wn,
     WIDE: tl.constexpr, K: tl.constexpr, INTERLEAVED: tl.constexpr, EVEN: tl.constexpr,
@@ -75,20 +65,6 @@ def load_weights(
         at = w_ptr + rows.to(tl.int64)[:, None] * stride_wn + offs_k[None, :]
         w = tl.load(at) if EVEN else load_part(at, (offs_k < depth)[None, :])
     return w
-
-
-@triton.jit
-def load_rows(x_ptr, x_desc, x_rows, start, k0, depth, K: tl.constexpr, EVEN: tl.constexpr):
-    """[BLOCK_M, K] of x."""
-    if x_desc is not None:
-        x = x_desc.load([start, k0])
-    else:
-        offs_k = k0 + tl.arange(0, K)
-        if EVEN:
-            x = tl.load(x_rows[:, None] + offs_k[None, :])
-        else:
-            x = load_part(x_rows[:, None] + offs_k[None, :], (offs_k < depth)[None, :])
-    return x
 
 
 @triton.jit
@@ -105,14 +81,6 @@ def add_product(acc, x, w, SWAP: tl.constexpr):
     else:
         acc = tl.dot(x, w.T, acc, input_precision="ieee", out_dtype=acc.dtype)
     return acc
-
-
-@triton.jit
-def across(row_values, column_values, SWAP: tl.constexpr):
-    """The two vectors as they lie beside an accumulator."""
-    down = row_values[None, :] if SWAP else row_values[:, None]
-    right = column_values[:, None] if SWAP else column_values[None, :]
-    return down, right
 
 
 @triton.jit
@@ -264,9 +232,9 @@ def gemm_kernel(
             k0 = i * BLOCK_K
             if X_K < WORDS and PHASES > 1:  # a part of the words that are packed together
                 k0 = w0 // WORDS * (WORDS * PHASES) + w0 % WORDS
-            xs = (load_rows(x_ptr, x_desc, x_rows, start, k0, depth, X_K, EVEN),)
+            xs = (load_rows(x_desc, x_rows, start, k0, depth, X_K, EVEN),)
             for p in tl.static_range(1, PHASES):
-                xs = xs + (load_rows(x_ptr, x_desc, x_rows, start, k0 + p * WORDS, depth, X_K, EVEN),)
+                xs = xs + (load_rows(x_desc, x_rows, start, k0 + p * WORDS, depth, X_K, EVEN),)
             if FORMAT == "fp8_block":
                 x_scales = tl.load(x_scale_ptr + token * stride_xs + k0 // SCALES)
             w = load_weights(w_expert, w_desc, w_rows, expert, n0, 0, w0, packed_depth, stride_wn, WIDE, X_K, inter,
