@@ -417,11 +417,13 @@ def test_which_problems_add_up_dq() -> None:
         return backward_tiles.choose(problem, lookup(gpu)).dq is None
 
     assert adds() and adds(wanted="q k") and adds(wanted="q v sinks") and adds(replace(call, causal=True))
+    features: tuple[dict[str, Any], ...] = ({"softcap": True}, {"alibi": True}, {"dropout_p": 0.1}, {"window": (64, 0)})
+    assert all(adds(replace(call, **feature)) for feature in features)
     assert not adds(deterministic=True) and not adds(gpu="a100")
     assert not any(adds(wanted=wanted) for wanted in ("q", "k v", "q sinks", "q k v alibi_slopes"))
     others: tuple[dict[str, Any], ...] = ({"dtype": "fp32"}, {"head_dim": 136}, {"head_dim_v": 136}, {"mask": "bool"})
-    unseen = ({"softcap": True}, {"alibi": True}, {"dropout_p": 0.1}, {"window": (64, 0)}, {"head_dim_v": 64})
-    assert not any(adds(replace(call, **beyond)) for beyond in (*others, *unseen))
+    uneven: tuple[dict[str, Any], ...] = ({"head_dim_v": 64}, {"varlen": True})
+    assert not any(adds(replace(call, **beyond)) for beyond in (*others, *uneven))
 
 
 @interpreter

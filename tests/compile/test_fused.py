@@ -46,7 +46,7 @@ def assert_lean(found: Resources, block: Blocks, dtype: str = "bf16") -> None:
     assert found.spills == 0
     each = block.rows * block.width // (32 * block.warps) * {"bf16": 2, "fp32": 4}[dtype]
     if each >= 16:
-        assert re.search(r"LDG\.E\.\S*128", found.sass) and re.search(r"STG\.E\.\S*128", found.sass)
+        assert re.search(r"LDG(STS)?\.E\.\S*128", found.sass) and re.search(r"STG\.E\.\S*128", found.sass)
 
 
 WIDTHS = (64, 8192, 16384, 32768)
@@ -83,14 +83,31 @@ def test_norm_backward(width: int, centred: bool, gpu: str) -> None:
     pointers |= {"mean_ptr": "fp32"} if centred else {}
     flags = {"CENTRED": centred, "ROUNDED": False}
     sums = {"dweight_ptr": "fp32"} | ({"dbias_ptr": "fp32"} if centred else {})
-    found = compiled(
-        norm.backward_kernel, gpu, pointers | (sums if block.whole else {}), block.constants | flags, block.warps
-    )
+    stages, _ = norm.walk(lookup(gpu), block, 2, total=True)
+    constants = block.constants | flags | {"STAGES": stages}
+    found = compiled(norm.backward_kernel, gpu, pointers | (sums if block.whole else {}), constants, block.warps)
     assert_lean(found, block)
+    assert ("LDGSTS" in found.sass) == (stages > 1)
     if not block.whole:
         for name in ("dtotal_ptr", "weight_ptr", "dx_ptr"):
             del pointers[name]
         assert_lean(compiled(norm.column_kernel, gpu, pointers | sums, norm.COLUMNS.sizes | flags, 4), norm.COLUMNS)
+
+
+@pytest.mark.parametrize("gpu", [*GPUS, "l40s"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("width", [16, 2048, 4096, 8192])
+@pytest.mark.parametrize("total", [False, True], ids=["plain", "residual"])
+def test_a_walk_that_loads_ahead_has_room(total: bool, width: int, dtype: str, gpu: str) -> None:
+    """There is shared memory for all programs of a multiprocessor."""
+    block, limits = blocks(width, norm.WIDEST_BACKWARD), lookup(gpu)
+    stages, programs = norm.walk(limits, block, {"bf16": 2, "fp32": 4}[dtype], total)
+    pointers = dict.fromkeys(("dy_ptr", "x_ptr", "weight_ptr", "dx_ptr", *(["dtotal_ptr"] * total)), dtype)
+    pointers |= dict.fromkeys(("rstd_ptr", "mean_ptr", "dweight_ptr", "dbias_ptr"), "fp32")
+    constants = block.constants | {"CENTRED": True, "ROUNDED": False, "STAGES": stages}
+    found = compiled(norm.backward_kernel, gpu, pointers, constants, block.warps)
+    assert found.shared <= limits.shared_per_block
+    assert (found.shared + norm.RESERVED) * (programs // limits.sms) <= limits.shared_per_sm or stages == 1
 
 
 @each_gpu
@@ -102,11 +119,12 @@ def test_norm_backward_without_a_weight(width: int, centred: bool, gpu: str) -> 
     pointers = dict.fromkeys(("dy_ptr", "x_ptr", "dx_ptr"), "bf16") | {"rstd_ptr": "fp32"}
     pointers |= {"mean_ptr": "fp32"} if centred else {}
     flags = {"CENTRED": centred, "ROUNDED": False}
-    assert_lean(compiled(norm.backward_kernel, gpu, pointers, block.constants | flags, block.warps), block)
+    constants = block.constants | flags | {"STAGES": norm.walk(lookup(gpu), block, 2, total=False)[0]}
+    assert_lean(compiled(norm.backward_kernel, gpu, pointers, constants, block.warps), block)
     if centred:
         sums = {"dbias_ptr": "fp32"}
         if block.whole:
-            found = compiled(norm.backward_kernel, gpu, pointers | sums, block.constants | flags, block.warps)
+            found = compiled(norm.backward_kernel, gpu, pointers | sums, constants, block.warps)
         else:
             del pointers["dx_ptr"]
             block = norm.COLUMNS

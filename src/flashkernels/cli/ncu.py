@@ -58,6 +58,8 @@ def ncu(
         if done.returncode and "Kernel Name" not in written:
             said = _complaint(written) or _complaint(done.stderr) or "it named no error"
             raise ValueError(f"ncu ended with exit code {done.returncode}: {said}")
+        if "Kernel Name" not in written:
+            raise ValueError(f"ncu measured no kernel; {_seen(written) or 'the program launched none'}")
         show(profile_of(nsight.read_ncu(written, "ncu")), json_)
     if done.returncode:
         raise typer.Exit(done.returncode)
@@ -66,6 +68,13 @@ def ncu(
 def _complaint(text: str) -> str:
     """The first error that the tool names."""
     return next((line.removeprefix("==ERROR== ") for line in text.splitlines() if line.startswith("==ERROR==")), "")
+
+
+def _seen(text: str) -> str:
+    """Which kernels there were, where ncu says so because --kernel or --skip left none."""
+    lines = [line.strip() for line in text.splitlines()]
+    names = [name for number, _, name in (line.partition(". ") for line in lines) if number.isdigit()]
+    return f"--kernel or --skip left none of: {', '.join(names)}" if names else ""
 
 
 def _without(program: list[str], words: Sequence[str], json_: Path | None) -> None:

@@ -17,7 +17,9 @@ from flashkernels.jit import cache
 
 ROUNDS = 3
 HEAT_SECONDS = 1.5
-COPY_BYTES, SIDE = 1 << 30, 8192  # on a GPU: far larger than any L2, and a product that fills it
+# On a GPU: far larger than any L2, and a product that fills it. Source and target a power of two apart meet in the
+# same channels of memory: 2.7 TB/s for 4.0 on an H200.
+COPY_BYTES, SIDE = 1_000_000_000, 8192
 CPU_COPY_BYTES, CPU_SIDE = 1 << 28, 1024
 COMPUTE = ("bf16", "fp16", "fp8", "int8", "tf32", "fp32")
 

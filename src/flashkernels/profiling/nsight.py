@@ -105,7 +105,8 @@ def ncu_command(
     line += ["--clock-control", "none", "--graph-profiling", "node", "--target-processes", "all"]
     line += ["--set", set_] if set_ else [word for name in SECTIONS for word in ("--section", name)]
     line += ["--metrics", f"{CONFLICTS},{WAVEFRONTS}"]  # the sections have them by instruction only
-    line += ["--kernel-name", f"regex:{kernel}"] if kernel else []
+    # the whole name: what CUTLASS calls Kernel2<...> has its name in the brackets
+    line += ["--kernel-name-base", "demangled", "--kernel-name", f"regex:{kernel}"] if kernel else []
     line += ["--launch-skip", str(skip)] if skip else []
     line += ["--launch-count", str(count)] if count else []
     return [*line, *(["--nvtx"] if nvtx else []), *_program(command, nvtx)]

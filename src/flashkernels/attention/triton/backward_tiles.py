@@ -76,14 +76,14 @@ def adds_dq(problem: BackwardProblem, gpu: Gpu) -> bool:
     if problem.deterministic or "q" not in wanted or not {"k", "v"} & {*wanted} or "alibi_slopes" in wanted:
         return False
     fits = call.element_bytes == 2 and not call.mask and max(call.head_dim, call.head_dim_v) <= 128
-    return has_run(call) and gpu.has_wgmma and fits
+    return is_even(call) and gpu.has_wgmma and fits
 
 
-def has_run(call: AttentionProblem) -> bool:
-    """Whether one pass, and three stages of two, have met their like on a GPU (H200, 2026-11-15: 64, 72, 96 and 128
-    columns, full and causal). A compiler that is right about these need not be about the rest."""
-    features = call.softcap or call.alibi or call.dropout_p or call.varlen or call.mask
-    return not features and call.band in ((-1, -1), (-1, 0)) and call.head_dim == call.head_dim_v > SMALLEST_PART * 2
+def is_even(call: AttentionProblem) -> bool:
+    """Whether rows of all operands of the loop lie alike. One pass was wrong where they do not (H200, Triton 3.6.0,
+    2026-11-15: NaN in dQ of a ragged batch, whose dO is cleaned on the way; dK at 16 and 40 columns): see
+    `BackwardTiles.unpipelined`. Nor have three stages of two passes run there."""
+    return not call.varlen and call.head_dim == call.head_dim_v
 
 
 def in_one_pass(problem: AttentionProblem, gpu: Gpu) -> BackwardTiles:
@@ -111,7 +111,7 @@ def _first(name: str, rules: tuple[Rule, ...], problem: AttentionProblem, gpu: G
     mean = (sum(parts) + sum(parts_v)) // 2
     adding = name == "adding"
     # on Hopper a load that is two blocks ahead gave 20 to 24 % at 64 and 128 (H200, 2026-11-15)
-    for stages in (3, 2, 1) if adding or (gpu.has_wgmma and mean <= 128 and has_run(problem)) else (2, 1):
+    for stages in (3, 2, 1) if adding or (gpu.has_wgmma and mean <= 128 and is_even(problem)) else (2, 1):
         for width, block_m, block_n, warps in rules + SMALLEST:
             if mean > width or (problem.mask and block_m * block_n > MASKED):
                 continue
