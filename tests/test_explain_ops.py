@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import flashkernels as fk
-from flashkernels.decode.hopper.source import PIECES, HopperDecodeTile
+from flashkernels.decode.hopper.source import HopperDecodeTile
 from flashkernels.decode.problem import DecodeProblem
 from flashkernels.dispatch import Asked
 from flashkernels.explained import OPS
@@ -266,11 +266,16 @@ def test_decode_on_an_h200(form: str) -> None:
     assert text.startswith(f"decode bf16 B=64 T=1 context 4096, 32/8 heads, head_dim 128, {form} pages of 16 on NVIDIA")
     for part in (
         f"tile: {tile.name}", f"{tile.warps} warps a block, each with {16 * tile.sub} keys a step",
-        f"{132 * tile.per_sm} blocks take the keys in up to {132 * PIECES} pieces", "KiB shared, ",
+        f"{132 * tile.per_sm} blocks take the keys in up to {132 if tile.heads else 12 * 132} pieces", "KiB shared, ",
         f"{bits} bytes a token",
     ):  # fmt: skip
         assert part in text, part
     assert ("scales of each token included" in text) == (form != "bf16")
+    kernel = {
+        "bf16": "rows.cu, a full cache is 1074 MB: one more warp copies rows of 2 heads together",
+        "int4": "decode.cu, rows of 64 bytes in int4 are too small for copies of their own: every warp copies",
+    }.get(form, "decode.cu, a full cache is 545.3 MB, less than 800: every warp copies for itself")
+    assert kernel in text
 
 
 def test_decode_in_triton_says_what_its_tile_means() -> None:
@@ -302,6 +307,7 @@ def test_the_decode_tile_in_force_is_explained_and_kept() -> None:
         why = fk.explain("decode", problem=DECODE, gpu="h200")
     assert why.tile == forced
     assert "tile: hopper-w4-p1-k16-s2\n  4 warps a block, each with 16 keys a step and 2 stages" in str(why)
+    assert "decode.cu, as use_tile says: every warp copies for itself" in str(why)
 
 
 # --- errors

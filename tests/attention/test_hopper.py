@@ -208,6 +208,17 @@ def test_few_tiles_are_split() -> None:
         assert splits(*cuda(shape), window=(3000, 0)) > 1
 
 
+@pytest.mark.parametrize("dim", [32, 48, 64, 96, 112, 120, 192])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_many_tiles_of_one_key_block(dim: int, causal: bool) -> None:
+    """The next tile's Q is loaded as soon as this one's is read, and must not be there before. Under the mask the first
+    rows see nothing, then one key, two: they show a wrong score best."""
+    q, k, v = cuda(Shape(b=2, sq=1024, sk=512 if causal else 64, h=40, hkv=40, d=dim))
+    first, _ = check(q, k, v, causal=causal, impl=IMPL)
+    for _ in range(30):
+        assert torch.equal(fk.attention(q, k, v, causal=causal, impl=IMPL), first)
+
+
 @each_half
 @pytest.mark.parametrize("kv_heads", [1, 8])
 @pytest.mark.parametrize("dim", [64, 128, 256])

@@ -31,7 +31,8 @@ class Driver:
         note = self.launches.append
 
         class Kernel:
-            def launch(self, grid: int, block: int, stream: int, address: int) -> None:
+            def start_with(self, grid: int, block: int, stream: int, parameters: Any) -> None:
+                (address,) = parameters
                 assert stream == STREAM and address % 64 == 0
                 note((name, grid, block, Params.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(Params)))))
 
@@ -48,7 +49,6 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(forward, "library", lambda variant: fake)
     monkeypatch.setattr(forward.driver, "tensor_map", fake.tensor_map)
     monkeypatch.setattr(forward, "counters", lambda device, stream: COUNTERS)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # that of a CPU tensor
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
     return fake
 

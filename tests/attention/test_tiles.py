@@ -140,6 +140,35 @@ def test_the_true_dimension_is_predicted_to_beat_the_padded_one(head_dim: int) -
     assert costs["exact"] < costs["standard"]
 
 
+@pytest.mark.parametrize("head_dim", [40, 48, 56])
+def test_narrow_heads_are_padded_to_64(head_dim: int) -> None:
+    assert tiles.choose(problem_of(head_dim), H200, True).tile.parts == (64,)
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 96, 128, 160])
+@pytest.mark.parametrize(
+    ("features", "lazy"),
+    [
+        ({}, True),
+        ({"causal": True, "window": (64, 0), "sinks": True}, True),
+        ({"dtype": "fp16"}, False),
+        ({"softcap": True}, False),
+        ({"alibi": True}, False),
+        ({"varlen": True, "total_q": 9000, "total_k": 9000}, False),
+        ({"mask": "bool"}, False),
+        ({"dropout_p": 0.1}, False),
+    ],
+    ids=["plain", "window", "fp16", "softcap", "alibi", "varlen", "mask", "dropout"],
+)
+def test_which_calls_take_a_lazy_maximum(head_dim: int, features: dict[str, Any], lazy: bool) -> None:
+    assert tiles.choose(problem_of(head_dim, **features), H200, True).tile.lazy == lazy
+
+
+def test_only_scores_of_several_parts_are_early() -> None:
+    assert tiles.choose(problem_of(96), H200, True).tile.early
+    assert not tiles.choose(problem_of(16, head_dim_v=96), H200, True).tile.early
+
+
 def test_use_tile_decides_what_the_plan_takes() -> None:
     from flashkernels.attention.triton.forward import chosen_tile
 

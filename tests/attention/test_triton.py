@@ -5,6 +5,7 @@ fp16 and fp32 only: the interpreter's bf16 arithmetic is wrong, so bf16 is teste
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor
 
 import flashkernels as fk
+from flashkernels.attention.triton import tiles
+from flashkernels.attention.triton.build import LARGE
+from flashkernels.hardware import lookup
 from flashkernels.tiling import Tile, use_tile
 
 from . import oracle
@@ -203,6 +207,120 @@ def test_ragged_batch_in_tiles_of_any_proportions(feature: str, tma: bool) -> No
         tile = Tile("exact", *blocks, parts=(16, 16), parts_v=(32, 16), warps=4, stages=1, tma=tma)
         with use_tile(tile=tile):
             check_varlen(batch, **keywords(feature, shape))
+
+
+# Tiles that take the maximum of a row's last keys for all of them, or compute a part of the next scores early
+
+LAZY = {"lazy": {"lazy": True}, "early": {"lazy": True, "early": True}}
+
+
+@pytest.mark.parametrize("how", LAZY.values(), ids=LAZY)
+@pytest.mark.parametrize("blocks", [(16, 32), (64, 16)], ids=["16x32", "64x16"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_lazy_tile_of_any_proportions(how: dict[str, bool], blocks: tuple[int, int], feature: str) -> None:
+    shape = Shape(b=1, sq=75, sk=90, h=2, hkv=1, d=24, dv=40)
+    tile = Tile("exact", *blocks, parts=(16, 16), parts_v=(32, 16), warps=4, stages=1, tma=True, **how)
+    with use_tile(tile=tile):
+        check(*qkv(shape, torch.float16), **keywords(feature, shape))
+
+
+@pytest.mark.parametrize("feature", ["plain", "causal", "window+sinks"])
+def test_ragged_batch_in_lazy_tiles(feature: str) -> None:
+    shape = Shape(b=4, h=2, hkv=1, d=24, dv=40)
+    batch = ragged([40, 0, 1, 25], [33, 9, 50, 0], shape, torch.float16)
+    tile = Tile("exact", 16, 16, (16, 16), (32, 16), 4, stages=1, tma=True, lazy=True, early=True)
+    with use_tile(tile=tile):
+        check_varlen(batch, **keywords(feature, shape))
+
+
+@pytest.mark.parametrize("keys", [31, 32, 33, 48], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_each_row_has_a_maximum_before_the_interior(keys: int, causal: bool) -> None:
+    """Wherever the blocks of keys end against those of rows, the first ones walked show every row a key."""
+    tile = Tile("exact", 16, 16, (16,), (16,), warps=4, stages=1, tma=True, lazy=True)
+    with use_tile(tile=tile):
+        check(*qkv(Shape(b=1, sq=32, sk=keys, h=1, hkv=1, d=16), torch.float32), causal=causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=dtype_id)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_scores_that_outgrow_the_lazy_maximum(dtype: torch.dtype, causal: bool) -> None:
+    """Key 3 outweighs the last keys, by which the sums are scaled, by far more than a float can hold."""
+    q, k, v = qkv(Shape(b=1, sq=48, sk=48, h=1, hkv=1, d=16), dtype)
+    q, k = q.abs(), k.abs()
+    k[:, 3] *= 200
+    tile = Tile("exact", 16, 16, (16,), (16,), warps=4, stages=1, tma=True, lazy=True)
+    with use_tile(tile=tile):
+        out, _ = check(q, k, v, causal=causal)
+    torch.testing.assert_close(out[:, 16:], v[:, 3:4].expand_as(out[:, 16:]))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("value", [INF, NAN, 60000.0], ids=str)
+def test_poison_and_giants_in_v_under_a_lazy_maximum(value: float, causal: bool) -> None:
+    q, k, v = qkv(Shape(b=1, sq=48, sk=48, h=1, hkv=1, d=16), torch.float16)
+    v[:, 20] = value
+    tile = Tile("exact", 16, 16, (16,), (16,), warps=4, stages=1, tma=True, lazy=True)
+    with use_tile(tile=tile):
+        check(q, k, v, causal=causal)
+
+
+# The lazy tiles that the rules name for bf16. In fp32, whose sums reach as far.
+
+RULED = {
+    "64": (64, 64), "72": (72, 72), "80": (80, 80), "96": (96, 96), "96-64": (96, 64), "128": (128, 128),
+    "160": (160, 160),
+}  # fmt: skip
+EARLY = ("96", "96-64", "160")
+each_rule = pytest.mark.parametrize("dims", RULED.values(), ids=RULED)
+
+
+def ruled(dims: tuple[int, int]) -> Tile:
+    problem = replace(LARGE, head_dim=dims[0], head_dim_v=dims[1])
+    return tiles.choose(problem, lookup("h200"), tma=True).tile
+
+
+def test_the_rules_name_lazy_tiles_and_early_ones() -> None:
+    assert all(ruled(dims).lazy for dims in RULED.values())
+    assert {name for name, dims in RULED.items() if ruled(dims).early} == set(EARLY)
+    assert {ruled(RULED[name]).parts for name in EARLY} == {(64, 32), (128, 32)}
+
+
+@each_rule
+@pytest.mark.parametrize("sizes", [(130, 200), (150, 70)], ids=["q130k200", "q150k70"])
+@pytest.mark.parametrize("feature", ["plain", "causal+sinks", "left"])
+def test_tile_that_a_rule_names(dims: tuple[int, int], sizes: tuple[int, int], feature: str) -> None:
+    shape = Shape(b=1, sq=sizes[0], sk=sizes[1], h=2 if feature == "plain" else 1, hkv=1, d=dims[0], dv=dims[1])
+    with use_tile(tile=ruled(dims)):
+        check(*qkv(shape), **keywords(feature, shape))
+
+
+@each_rule
+def test_ragged_batch_in_a_tile_that_a_rule_names(dims: tuple[int, int]) -> None:
+    batch = ragged([70, 0, 130], [140, 9, 70], Shape(b=3, h=1, hkv=1, d=dims[0], dv=dims[1]))
+    with use_tile(tile=ruled(dims)):
+        check_varlen(batch, causal=True)
+
+
+@each_rule
+def test_giant_key_in_a_tile_that_a_rule_names(dims: tuple[int, int]) -> None:
+    """Far from the last keys, so that every block of rows but the first is computed again."""
+    q, k, v = qkv(Shape(b=1, sq=190, sk=190, h=1, hkv=1, d=dims[0], dv=dims[1]))
+    q, k = q.abs(), k.abs()
+    k[:, 3] *= 100
+    with use_tile(tile=ruled(dims)):
+        check(q, k, v, causal=True)
+
+
+@each_rule
+@pytest.mark.parametrize(("which", "poison"), [("k", NAN), ("v", NAN), ("v", -INF)], ids=str)
+def test_poison_in_a_tile_that_a_rule_names(dims: tuple[int, int], which: str, poison: float) -> None:
+    """In an interior block of the last rows, and hidden from the first ones."""
+    q, k, v = qkv(Shape(b=1, sq=150, sk=150, h=1, hkv=1, d=dims[0], dv=dims[1]))
+    {"k": k, "v": v}[which][:, 50, :, 1] = poison
+    with use_tile(tile=ruled(dims)):
+        out, _ = check(q, k, v, causal=True)
+    assert out[:, :50].isfinite().all()
 
 
 # Rows that see no key

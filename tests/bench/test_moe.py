@@ -11,6 +11,7 @@ from flashkernels.bench.peers import choose
 from flashkernels.bench.runner import Contestant, measure, theirs
 from flashkernels.bench.suites import suite
 from flashkernels.bench.timing import Call
+from flashkernels.hardware import lookup
 from flashkernels.moe.cases import QUICK_ON_GPU, SUITES, Case, suite as cases
 
 ROUTE, LAYER = (suite("moe", name, device="cpu", quick=True) for name in ("route", "layer"))
@@ -37,6 +38,16 @@ def test_ours_and_torch_are_right(case: Case) -> None:
     rows = measure(case, which, contestants, None, 1, runner.SUBJECT)
     assert rows[0].ok and rows[0].params["launch"] == "eager"
     assert rows[1].ok == (case in ROUTE.cases)  # torch's grouped product needs a GPU
+
+
+def test_a_layer_of_several_implementations_takes_part_beside_triton_s() -> None:
+    def names(which: str, gpu: str, impls: list[str] | None = None) -> list[str]:
+        return [one.name for one in runner.ours(cases(which)[0], lookup(gpu), impls)]
+
+    assert names("layer", "h200") == ["auto", "triton"] and names("layer", "a100") == ["triton"]
+    assert names("layer", "h200", ["auto"]) == ["auto"] and names("layer", "a100", ["auto"]) == []
+    assert names("route", "h200") == ["hopper"] and names("route", "h200", ["triton", "hopper"]) == ["hopper", "triton"]
+    assert runner.choose("auto,triton") == ("auto", "triton")
 
 
 def test_a_wrong_plan_is_found() -> None:

@@ -18,7 +18,8 @@ from flashkernels.cli import app
 from flashkernels.hardware import lookup
 
 TILE = re.compile(
-    r"  (exact|standard|split_d)-\d+x\d+-d[\d+]+-v[\d+]+-w\d-s\d-(tma|pointer)(-r\d+)? \w+ D=\d+ mask=\w+"
+    r"  (exact|standard|split_d)-\d+x\d+-d[\d+]+-v[\d+]+-w\d-s\d-(tma|pointer)(-r\d+)?(-lazy)?(-early)?"
+    r" \w+ D=\d+ mask=\w+"
 )
 
 

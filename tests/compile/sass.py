@@ -87,3 +87,8 @@ def _dominators(before: list[list[int]]) -> list[set[int]]:
             if new != found[i]:
                 found[i], changed = new, True
     return found
+
+
+def waits(loop: list[str]) -> int:
+    """How often a loop waits for matrix products of sm_90."""
+    return sum("WARPGROUP.DEPBAR" in line for line in loop)

@@ -32,7 +32,7 @@ from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.triton import forward
 from flashkernels.decode.problem import DecodeProblem
 from flashkernels.hardware import lookup
-from flashkernels.jit import cache, driver, launch, notes, specialised
+from flashkernels.jit import cache, driver, launch, notes, nvrtc, specialised
 from flashkernels.moe.triton import route
 
 CALL = AttentionProblem(batch=2, seq_q=256, seq_k=256, heads=4, kv_heads=2, head_dim=72, causal=True)
@@ -133,13 +133,15 @@ def test_parameters_lie_as_the_machine_code_declares_them(name: str, monkeypatch
     monkeypatch.setattr(cache, "store", lambda *_: None)
     monkeypatch.setattr(cache, "load", lambda *_: None)
     for program in programs(problem, lookup(gpu)):
+        if isinstance(program, nvrtc.CudaProgram):  # its struct is compared by a test of its own
+            continue
         assert isinstance(program, specialised.TritonProgram)
         program.build()
         found = specialised.layout(list(program.signature.values()))
-        ends = (*found.offsets[1:], found.packing.size)
+        ends = (*found.offsets[1:], found.size)
         for at, end, size in zip(found.offsets, ends, declared(texts[-1]), strict=True):
             assert end - at >= size and at % min(size, 64) == 0
-        letters = re.findall(r"128s|[a-zA-Z]", re.sub(r"\d+x", "", found.packing.format[1:]))
+        letters = re.findall(r"128s|[a-zA-Z]", re.sub(r"\d+x", "", found.packing().format[1:]))
         assert [struct.calcsize(f"<{letter}") for letter in letters] == declared(texts[-1])
 
 
@@ -151,8 +153,8 @@ class Starts:
         self.maps: list[tuple[Any, ...]] = []
 
         def start(kernel: Any, grid: int, block: int, stream: int, parameters: Any) -> None:
-            self.found.append((kernel, grid, block, stream, [*parameters]))
             self.bytes = [ctypes.string_at(at, 8) for at in parameters]
+            self.found.append((kernel, grid, block, stream, self.bytes))
 
         def encoded(*arguments: Any) -> bytes:
             self.maps.append(arguments)
@@ -207,8 +209,7 @@ def test_a_layer_of_experts_is_launched_from_the_folder(folder: Path, monkeypatc
             run()
     names = [kernel.name for kernel, *_ in starts.found]
     assert names == ["choose_kernel", "gemm_kernel", "gemm_kernel", "combine_kernel"]
-    passed = [ctypes.string_at(at, 8) for at in starts.found[0][4]]
-    assert (0x7F0000001000).to_bytes(8, "little") in passed
+    assert (0x7F0000001000).to_bytes(8, "little") in starts.found[0][4]
 
 
 def test_a_kernel_that_may_start_early_is_launched_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +228,8 @@ def test_a_kernel_that_may_start_early_is_launched_so(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(driver, "launcher", Cuda)
     assert ctypes.sizeof(driver.Config) == 56 and ctypes.sizeof(driver.Attribute) == 72
-    start = driver.early_start(ctypes.c_void_p(0x700000002000))
+    attributes = [driver.Attribute(driver.EARLY_START, 0, (1,))]
+    start = driver.start_with_attributes(ctypes.c_void_p(0x700000002000), attributes)
     for grid in (5, 6):
         assert start(grid, 1, 1, 128, 1, 1, 64, ctypes.c_void_p(0x7FFF00001000), "parameters", None) == 0
     rest = ((128, 1, 1), 64, 0x7FFF00001000, 1, (6, 0, 1), 0x700000002000, "parameters")
@@ -258,7 +260,7 @@ def test_tritons_own_cache_counts_as_compiled(tmp_path: Path, monkeypatch: pytes
 def test_noting_neither_compiles_nor_launches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "compile", None)
     assert [type(one).__name__ for one in programs(CALL, lookup("h200"))] == ["CudaProgram"]
-    assert [one.label.split(" ")[0] for one in programs(DECODE, lookup("h200"))] == ["decode.cu"]
+    assert [one.label.split(" ")[0] for one in programs(DECODE, lookup("h200"))] == ["decode.cu", "rows.cu"]
     assert len(programs(BackwardProblem(CALL, ("q", "k", "v")), lookup("a100"))) == 4
     assert notes.current() is None and not folder.exists()
 
@@ -309,13 +311,13 @@ def kernel(p):
     assert keys[0] == keys[1] and keys[0] != keys[2] and keys[0] != keys[3]
 
 
-def test_the_decode_kernel_of_hopper_is_one_for_all_batches_contexts_and_page_sizes_but_not_for_other_heads() -> None:
+def test_decode_kernels_of_hopper_are_the_same_for_all_batches_contexts_and_pages_but_not_for_other_heads() -> None:
     def keys(**changes: Any) -> set[str]:
         return {program.key for program in programs(replace(DECODE, **changes), lookup("h200"))}
 
     assert keys() == keys(batch=64) == keys(context=512) == keys(page_size=64)
     small = keys(head_dim=64, head_dim_v=64, row_bits=2048)
-    assert len(set.union(keys(), keys(heads=16, kv_heads=4), keys(heads=64), keys(dtype="fp16"), small)) == 5
+    assert len(set.union(keys(), keys(heads=16, kv_heads=4), keys(heads=64), keys(dtype="fp16"), small)) == 10
     assert keys(tokens=2).isdisjoint(keys())  # several tokens are Triton's
 
 
@@ -333,7 +335,7 @@ def test_a_folder_built_here_leaves_nothing_to_compile_in_another_process(tmp_pa
     calls = [CALL, DECODE, Rows("softmax", 100), Rotation(4, 2, 64), Loss(1000), Experts(1, 64, 32, 4, 1)]
     wanted = build.kernels(calls, [lookup("h200"), lookup("rtx5090")])
     built = list(build.build(wanted, folder, jobs=2))
-    assert [one.error for one in built] == [""] * len(wanted) and len(wanted) == 19
+    assert [one.error for one in built] == [""] * len(wanted) and len(wanted) == 20
     found = manifest.read(folder)
     assert found.gpus == ["h200", "rtx5090"] and manifest.faults(folder, found) == []
     code = """
@@ -353,8 +355,8 @@ for gpu in map(lookup, ("h200", "rtx5090")):
 (missing,) = programs(Rows("softmax", 100, "fp16"), lookup("h200"))
 assert not missing.cached() and cache.sealed()
 for one in (call, decode):
-    (run,) = RECIPES[type(one)](one, lookup("h200"), only="hopper")
-    run()  # its plan compiles, or finds
+    for run in RECIPES[type(one)](one, lookup("h200"), only="hopper"):
+        run()  # its plan compiles, or finds
 print("nothing was compiled")
 """
     environment = {**os.environ, "FLASHKERNELS_CACHE": str(folder), "FLASHKERNELS_STRICT": "1"}
@@ -369,3 +371,37 @@ def test_meta_tensors_pose_the_problem() -> None:
     assert empty(3, dtype="bf16").is_meta
     with pytest.raises(TypeError, match="AttentionProblem"):
         work.programs("attention", lookup("h200"))  # type: ignore[arg-type]
+
+
+def test_a_second_launch_writes_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pointers always, numbers where their tuple is another, and the map of a tensor where its address is."""
+    starts = Starts(monkeypatch)
+    form = {"block_size": [16, 64], "elem_size": 2, "elem_type": 9, "swizzle": 3}
+    signature = ["*bf16", "constexpr", "tensordesc<bf16[16,64]>", "*bf16", "i32", "constexpr", "i64", "fp32"]
+    facts = {"name": "kernel", "shared": 0, "early": False, "threads": 128, "signature": signature, "maps": [form]}
+    x, y, z = (torch.zeros(32, 128, dtype=torch.bfloat16) for _ in range(3))
+
+    def seen(base: torch.Tensor) -> launch.Descriptor:
+        return launch.Descriptor(base, (32, 128), (128, 1), [16, 64])
+
+    numbers = (3, 1, 5, 0.5)
+    parameters = specialised.Parameters(specialised.Loaded(b"", facts), (x, None, seen(y), z), numbers)
+
+    def launched(*arguments: Any) -> list[bytes]:
+        parameters(7, 11, *arguments)
+        return starts.bytes
+
+    def number(value: int) -> bytes:
+        return value.to_bytes(8, "little")
+
+    first = launched((x, None, seen(y), z), numbers)
+    assert [first[0], first[1], first[6]] == [number(x.data_ptr()), number(1), number(z.data_ptr())]
+    assert struct.unpack("<i4x", first[7]) == (3,) and struct.unpack("<q", first[8]) == (5,)
+    assert struct.unpack("<f4x", first[9]) == (0.5,) and first[10:] == [bytes(8)] * 2
+    assert launched((z, None, seen(y), x), numbers)[0] == number(z.data_ptr()) and len(starts.maps) == 1
+    again = launched((x, None, seen(z), y), (4, 1, 6, 0.25))
+    assert [again[1], again[6], again[8]] == [number(2), number(y.data_ptr()), number(6)] and len(starts.maps) == 2
+    assert launched((x, None, seen(y), z), (4, 1, 6, 0.25))[1] == number(1) and len(starts.maps) == 2  # kept
+    other = launched((x, None, launch.Descriptor(y, (16, 128), (256, 1), [16, 64]), z), numbers)
+    assert other[1] == number(3) and struct.unpack("<2i", other[2]) == (16, 128)
+    assert (parameters.addresses[1] or 1) % 64 == 0  # where the driver wants a map

@@ -66,6 +66,14 @@ def test_linear(activation: str, rows: int, gpu: str) -> None:
     assert ("UTMASTG" in found.sass) == (gpu != "a100" and rows > 64)
 
 
+@pytest.mark.parametrize("gpu", ["a100", "h200"])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu"])
+@pytest.mark.parametrize(("rows", "n", "depth"), [(1000, 3072, 1024), (4096, 28672, 4096)])
+def test_kept_for_gradients(rows: int, n: int, depth: int, activation: str, gpu: str) -> None:
+    """The pre-activation takes shared memory of its own."""
+    compiled(LinearProblem(rows, n, depth, "bf16", "cuda", activation, saved=True), gpu)
+
+
 @each_gpu
 @pytest.mark.parametrize("rows", [16, 4096])
 def test_folded_norm(rows: int, gpu: str) -> None:

@@ -25,10 +25,12 @@ from flashkernels.attention import api as attention_api
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.tensors import lse_shape
 from flashkernels.decode import api as decode_api
-from flashkernels.fused.rows import Plans
 from flashkernels.hardware import Gpu, lookup
+from flashkernels.jit.eager import Plans
 from flashkernels.jit.notes import Noted, noting
 from flashkernels.moe import gemm, inference
+from flashkernels.moe.plan import sizes
+from flashkernels.moe.problem import GemmProblem, RouteProblem
 from flashkernels.moe.triton import route
 
 BF16 = torch.bfloat16
@@ -105,11 +107,15 @@ class Asked:
                     monkeypatch.setattr(module, attribute, lambda tensors: True)
                 elif isinstance(value, CustomOpDef):
                     monkeypatch.setattr(module, attribute, differentiable(value))
+
         # Nothing is kept: another GPU may pose next.
+        def ready(plans: Plans, tensors: Any, settings: Any) -> Any:
+            return plans.make(tensors, settings) if unwatched(tensors) else None
+
         monkeypatch.setattr(Plans, "find", lambda plans, tensors, settings: plans.make(tensors, settings))
+        monkeypatch.setattr(Plans, "ready", ready)
         monkeypatch.setattr(gemm.Prepared, "find", lambda _, tensors, call: gemm._plan(tensors, call))
-        for module in (attention_api, decode_api):
-            monkeypatch.setattr(module, "_plans", {})
+        monkeypatch.setattr(decode_api, "_plans", {})
         monkeypatch.setattr(attention_api, "_backward_plans", {})
         monkeypatch.setattr(inference, "_known", {})
         fusable = attention_api._fusable
@@ -138,12 +144,23 @@ class Posed:
         def plan(problem: Any, _: Any, *rest: Any) -> Any:
             try:
                 return function(on(problem), self.gpu, *rest)
-            except Noted:  # CUDA C++ is compiled by the plan; what follows an attention is to be asked for all the same
-                if not isinstance(problem, AttentionProblem):
-                    raise
-                return lambda tensors, *_: (torch.empty_like(tensors.q), empty(*lse_shape(tensors.q)))
+            except Noted:  # CUDA C++ is compiled by the plan; what follows it is to be asked for all the same
+                if isinstance(problem, AttentionProblem):
+                    return lambda tensors, *_: (torch.empty_like(tensors.q), empty(*lse_shape(tensors.q)))
+                if isinstance(problem, RouteProblem):
+                    return lambda *_: routed(problem, rest[1])
+                if isinstance(problem, GemmProblem):
+                    return lambda *_: empty(problem.rows, problem.width, dtype=rest[1].out)
+                raise
 
         return plan
+
+
+def routed(problem: RouteProblem, call: Any) -> tuple[Tensor, ...]:
+    """What a routing returns, without memory."""
+    whole = (problem.tokens, problem.k)
+    shapes = [whole, *sizes(*whole, call.last - call.first, call.block).values()]
+    return empty(*whole), *(empty(*shape, dtype=torch.int32) for shape in shapes)
 
 
 @pytest.fixture

@@ -13,15 +13,15 @@ from flashkernels.attention.triton import tiles
 from flashkernels.attention.triton.build import LARGE, compile_tile, every_tile
 from flashkernels.hardware import Gpu, lookup
 from flashkernels.jit.offline import Resources
-from flashkernels.tiling import Tile
+from flashkernels.tiling import Tile, decomposed
 
-from .sass import key_loops, matrix, spills
+from .sass import key_loops, matrix, spills, waits
 
 GPUS = ("a100", "rtx4090", "h200", "b200", "rtx5090")  # sm_80, 89, 90, 100, 120
 MATRIX = {8: "HMMA", 9: "HGMMA", 10: "UTCHMMA", 12: "HMMA"}
 EVERYTHING = {"causal": True, "window": (1024, 0), "softcap": True, "alibi": True, "sinks": True}
 CAUSAL = {"causal": True}
-RULED = (48, 64, 72, 80, 96, 128, 160, 192, 256)
+RULED = (40, 48, 56, 64, 72, 80, 88, 96, 128, 144, 160, 192, 256)
 
 each_gpu = pytest.mark.parametrize("gpu", [lookup(key) for key in GPUS], ids=GPUS)
 each_case = pytest.mark.parametrize(
@@ -63,8 +63,9 @@ def check(tile: Tile, problem: AttentionProblem, gpu: Gpu) -> Resources:
     assert made.tensor_columns <= tiles.TENSOR_COLUMNS
     if problem.element_bytes == 2:
         loops = key_loops(made.sass)
-        # masked blocks and interior; under a mask tensor there is no interior
-        assert len(loops) == (1 if problem.mask else 2)
+        # masked blocks and interior, and all blocks again where sums overflow; under a mask tensor there is no interior
+        # early scores have one more, of a single block, which may be unrolled
+        assert len(loops) - (1 if problem.mask else 3 if tile.lazy else 2) in (0, tile.early)
         # tcgen05 takes 64 rows or more
         unit = "HMMA" if gpu.capability[0] == 10 and tile.block_m < 64 else MATRIX[gpu.capability[0]]
         assert all(unit in line for loop in loops for line in matrix(loop))
@@ -87,7 +88,74 @@ def test_the_measured_tiles_of_hopper_do_not_spill_at_all(head_dim: int, causal:
     tile = chosen(problem, gpu)
     assert tiles.ruled(tile.strategy, problem, gpu, tma=True) is not None
     assert tile.tma
-    assert check(tile, problem, gpu).spills == 0
+    made = check(tile, problem, gpu)
+    assert made.spills == 0
+    if head_dim != 128:  # there two blocks a multiprocessor, with products one by one, beat one with products in flight
+        assert waits(key_loops(made.sass)[-2 if tile.lazy else -1]) == len(tile.parts) - tile.early
+
+
+WINDOW = CAUSAL | {"window": (1024, 0), "sinks": True}
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "features"),
+    [
+        pytest.param(64, WINDOW, id="64-window"),
+        pytest.param(64, {"head_dim_v": 96}, id="64-96"),
+        pytest.param(80, WINDOW, id="80-window"),
+        pytest.param(96, CAUSAL | {"varlen": True, "total_q": 9000, "total_k": 9000}, id="96-varlen"),
+        pytest.param(96, WINDOW, id="96-window"),
+        pytest.param(96, CAUSAL | {"dtype": "fp16"}, id="96-fp16"),
+        pytest.param(104, CAUSAL, id="104-causal"),
+        pytest.param(120, CAUSAL, id="120-causal"),
+        pytest.param(128, WINDOW, id="128-window"),
+        pytest.param(160, WINDOW | {"head_dim_v": 128}, id="160-128-window"),
+    ],
+)
+def test_the_measured_tiles_of_hopper_keep_features_in_registers(head_dim: int, features: dict[str, Any]) -> None:
+    gpu, problem = lookup("h200"), problem_of(head_dim, **features)
+    check(chosen(problem, gpu), problem, gpu)
+
+
+def held(head_dim: int, blocks: tuple[int, int, int], cap: int = 0, **how: bool) -> Any:
+    """A tile of two stages and its options, for a head dimension that it exactly covers."""
+    parts = parts_v = decomposed(head_dim)
+    if how.get("early") and len(parts) == 1:
+        parts = (parts[0] // 2,) * 2
+    tile = Tile("exact", *blocks[:2], parts, parts_v, blocks[2], 2, tma=True, registers=cap, **how)
+    return pytest.param(head_dim, tile, id=f"{head_dim}-{tile.name}")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tile"),
+    [
+        held(64, (64, 128, 4), 168, lazy=True),
+        held(64, (128, 64, 8), 128, lazy=True, early=True),
+        held(80, (64, 64, 4), 168, lazy=True, early=True),
+        held(128, (128, 128, 8), lazy=True, early=True),
+    ],
+)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_a_tile_with_options_takes_effect_on_hopper(head_dim: int, tile: Tile, causal: bool) -> None:
+    problem = problem_of(head_dim, causal=causal)
+    made = check(tile, problem, lookup("h200"))
+    assert made.spills == 0
+    interior = key_loops(made.sass)[-2]
+    # one wait for the scores of a part, none for the part that was early; more would mean that products run one by one
+    assert waits(interior) == len(tile.parts) - tile.early
+    assert not [line for line in interior if "FMNMX" in line or "SHFL" in line]  # no maximum, nothing between lanes
+
+
+@pytest.mark.parametrize("gpu", [lookup(key) for key in GPUS if lookup(key).has_tma], ids=lambda gpu: gpu.key)
+def test_a_tile_with_options_compiles_wherever_there_is_tma(gpu: Gpu) -> None:
+    tile = Tile("exact", 64, 32, (64, 16), (64, 16), 4, 2, tma=True, lazy=True, early=True)
+    assert compile_tile(tile, problem_of(80), gpu).shared <= gpu.shared_per_block
+
+
+@pytest.mark.parametrize("gpu", [lookup(key) for key in GPUS], ids=GPUS)
+def test_a_lazy_maximum_compiles_everywhere(gpu: Gpu) -> None:
+    tile = Tile("exact", 64, 32, (64, 16), (64, 16), 4, 2, tma=False, lazy=True)
+    assert compile_tile(tile, problem_of(80, causal=True), gpu).shared <= gpu.shared_per_block
 
 
 @each_gpu

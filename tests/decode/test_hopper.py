@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +13,13 @@ from torch import Tensor
 
 import flashkernels as fk
 from flashkernels.decode.hopper import tiles
-from flashkernels.decode.hopper.source import PIECES, HopperDecodeTile, stored_bytes
+from flashkernels.decode.hopper.source import HopperDecodeTile, stored_bytes
 from flashkernels.decode.problem import DecodeProblem
 from flashkernels.formats import FORMATS as ALL_FORMATS
 from flashkernels.hardware import lookup
 from flashkernels.jit.counters import SLOT
 from flashkernels.kvcache import PagedCache, append
-from flashkernels.tiling import use_tile
+from flashkernels.tiling import TilingError, use_tile
 
 from .cases import cache_of, compare, queries
 from .test_decode import FEATURES
@@ -82,7 +83,84 @@ def test_whatever_it_takes_has_a_tile_that_fits(form: str, dim: int, dim_v: int,
 
 
 def test_a_slot_of_counters_holds_every_piece() -> None:
-    assert all(max(gpu_sms * PIECES, tiles.MOST_SEQUENCES) + 2 <= SLOT for gpu_sms in (114, 132))
+    for tile in (HopperDecodeTile(8, 1, 1, 1), HopperDecodeTile(12, 1, 1, 6, 2)):
+        assert all(tile.pieces(sms, heads) + 2 <= SLOT for sms in (114, 132) for heads in (8, tiles.MOST_SEQUENCES))
+
+
+def test_the_workspace_grows_with_the_heads_of_a_block_and_not_with_the_batch() -> None:
+    """Two parts a piece: 16 rows of 130 floats for each of 132 blocks, or 4 for each of 12 pieces of an SM."""
+    large = variant(replace(PROBLEM, batch=64, head_dim=112, head_dim_v=112))
+    assert large.tile.heads == 4 and large.tile.pieces(132, 8) == 132 and large.part_floats == 16 * 114
+    small = variant(PROBLEM)
+    assert small.tile.heads == 0 and small.tile.pieces(132, 8) == 132 * 12 and small.part_floats == 4 * 130
+
+
+def sized(form: str, batch: int, context: int, **changes: Any) -> DecodeProblem:
+    dim = changes.get("head_dim", 128)
+    changes = {"head_dim_v": dim, "scales": "token" if ALL_FORMATS[form].quantised else ""} | changes
+    bits = 2 * ALL_FORMATS[form].bits(dim)
+    return replace(PROBLEM, batch=batch, context=context, format=form, row_bits=bits, **changes)
+
+
+@pytest.mark.parametrize(
+    ("problem", "tile"),
+    [
+        (sized("bf16", 64, 4096), "w12-p1-k16-s6-h2"), (sized("bf16", 16, 32768), "w12-p1-k16-s6-h2"),
+        (sized("bf16", 16, 4096), "w12-p1-k16-s6-h2"), (sized("bf16", 64, 4096, heads=8), "w12-p1-k16-s6-h2"),
+        (sized("bf16", 64, 4096, heads=64), "w12-p1-k16-s6-h2"),
+        *((sized("bf16", 64, 4096, head_dim=dim), "w12-p1-k32-s3-h4") for dim in (72, 80, 96, 112)),
+        (sized("fp8", 16, 32768), "w12-p1-k32-s3-h4"), (sized("int8", 128, 4096), "w12-p1-k32-s3-h4"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_large_cache_has_rows_of_several_heads_copied_together(problem: DecodeProblem, tile: str) -> None:
+    assert variant(problem).tile.name == f"hopper-{tile}" and tiles.apart(problem) is None
+    found = tiles.variant_of(problem, 4096, 4096, together=False)  # heads first, then slots
+    assert not found.tile.heads
+
+
+@pytest.mark.parametrize(
+    ("problem", "word"),
+    [
+        (sized("bf16", 1, 32768), "batch=1"), (sized("bf16", 16, 2048), "134.2 MB"),
+        (sized("fp8", 64, 4096), "545.3 MB"), (sized("int4", 64, 4096), "64 bytes in int4"),
+        (sized("bf16", 64, 4096, head_dim=256), "512 bytes"), (sized("bf16", 64, 4096, head_dim=48), "96 bytes"),
+        (sized("fp8", 64, 32768, head_dim=256), "256 bytes in fp8"), (sized("bf16", 64, 4096, heads=128), "16 query"),
+        (sized("bf16", 256, 4096, kv_heads=1, heads=8), "kv_heads=1 is no multiple of 2"),
+        (sized("bf16", 64, 4096, kv_heads=10, heads=40, head_dim=96), "kv_heads=10 is no multiple of 4"),
+        (sized("bf16", 64, 4096, kv_heads=32), "6 groups of 2"),
+        (sized("bf16", 64, 4096, window=(512, -1)), "134.5 MB"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_caches_have_every_warp_copy_for_itself(problem: DecodeProblem, word: str) -> None:
+    assert not variant(problem).tile.heads and word in str(tiles.apart(problem))
+
+
+@given(
+    form=st.sampled_from(FORMATS), dim=st.integers(8, 16), kv_heads=st.integers(1, 24), group=st.integers(1, 16),
+    batch=st.integers(1, 1024), context=st.integers(1, 4096),
+)  # fmt: skip
+@settings(max_examples=200)
+def test_a_larger_cache_never_goes_back(
+    form: str, dim: int, kv_heads: int, group: int, batch: int, context: int
+) -> None:
+    """So the least and the largest form of a problem name all kernels that it may need."""
+    problem = sized(form, batch, 16 * context, head_dim=16 * dim, kv_heads=kv_heads, heads=kv_heads * group)
+    least, most = tiles.forms(problem)
+    own, ends = variant(problem), (variant(least), variant(most))
+    assert own in ends and (own == ends[1] or tiles.apart(problem))
+
+
+@pytest.mark.parametrize(
+    ("tile", "together", "word"),
+    [((12, 1, 1, 4, 3), True, "3 heads"), ((12, 1, 1, 2, 8), True, "12 warps"),
+     ((8, 1, 1, 2, 4), False, "side by side"), ((8, 1, 1, 3, 2), True, "4 warps for each head")],
+    ids=str,
+)  # fmt: skip
+def test_rows_that_cannot_be_copied_together(tile: tuple[int, ...], together: bool, word: str) -> None:
+    with use_tile(tile=HopperDecodeTile(*tile)), pytest.raises(TilingError, match=word):
+        tiles.variant_of(PROBLEM, 2048, 2048, together=together)
 
 
 # --- on a GPU
@@ -193,18 +271,20 @@ def test_any_batch(pages: list[tuple[int, int]], form: str, heads: tuple[int, in
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", ["bf16", "int4"])
-def test_a_graph_follows_the_lengths(form: str) -> None:
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("tile", [(), (6, 1, 1, 6, 2)], ids=["ruled", "rows"])
+def test_a_graph_follows_the_lengths(form: str, tile: tuple[int, ...]) -> None:
     """Captured once at some lengths, replayed at others, among them 0 and the whole capacity."""
     cache = cache_of([600] * 5, form, dim=64, device="cuda", spare=4)
     everything = torch.randn(5, cache.capacity, 2, 64, device="cuda", dtype=torch.bfloat16)
     cache.lengths.fill_(cache.capacity)
     append(cache, everything, everything)
     q = queries(cache, 1, 8, torch.bfloat16)
-    fk.decode(q, cache, impl="hopper", return_lse=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = fk.decode(q, cache, impl="hopper", return_lse=True)
+    with use_tile(tile=HopperDecodeTile(*tile)) if tile else contextlib.nullcontext():
+        fk.decode(q, cache, impl="hopper", return_lse=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, lse = fk.decode(q, cache, impl="hopper", return_lse=True)
     for lengths in ([5, 600, 0, 17, 64], [0, 0, 0, 0, 0], [cache.capacity, 1, 2, 3, 4], [1] * 5):
         cache.lengths.copy_(torch.tensor(lengths))
         graph.replay()
@@ -219,6 +299,149 @@ def test_tiles(tile: tuple[int, ...], form: str) -> None:
     cache = cache_of(LENGTHS, form, dim=128, device="cuda")
     with use_tile(tile=HopperDecodeTile(*tile)):
         check(queries(cache, 1, 8, torch.bfloat16), cache)
+
+
+ROWS = [(6, 1, 1, 6, 2), (12, 1, 1, 6, 2), (4, 1, 2, 2, 2), (8, 1, 1, 8, 2), (12, 1, 1, 3, 4), (8, 1, 1, 2, 8)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", ROWS, ids=str)
+@pytest.mark.parametrize("form", FORMATS)
+def test_rows_copied_together(tile: tuple[int, ...], form: str) -> None:
+    heads = tile[4]
+    cache = cache_of(LENGTHS, form, kv_heads=heads, dim=128, device="cuda")
+    q = queries(cache, 1, 4 * heads, dtype_of(form))
+    with use_tile(tile=HopperDecodeTile(*tile)):
+        out, _ = check(q, cache)
+        assert all(torch.equal(fk.decode(q, cache, impl="hopper"), out) for _ in range(10))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("feature", [name for name in FEATURES if "tree" not in name and name != "invariant"])
+def test_feature_of_rows_copied_together(feature: str, form: str) -> None:
+    cache = cache_of([0, 1, 1300, 75, 0, 64], form, dim=64, device="cuda")
+    with use_tile(tile=HopperDecodeTile(6, 1, 1, 6, 2)):
+        check(queries(cache, 1, 4, dtype_of(form)), cache, **on_gpu(FEATURES[feature]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(72, 72), (40, 40), (112, 112), (192, 128), (64, 256), (256, 16)], ids=str)
+def test_head_dimensions_of_rows_copied_together(dims: tuple[int, int]) -> None:
+    cache = cache_of([300, 37, 1], "bf16", dim=dims[0], dim_v=dims[1], device="cuda")
+    with use_tile(tile=HopperDecodeTile(4, 1, 1, 4, 2)):
+        check(queries(cache, 1, 8, torch.bfloat16), cache)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("form", ["bf16", "fp8", "int8"])
+def test_more_groups_of_heads_than_one(form: str, group: int) -> None:
+    """And, of 600 heads, more than there are blocks: these then take several in turn."""
+    cache = cache_of([70, 0, 17, 333], form, kv_heads=12, dim=64, device="cuda")
+    with use_tile(tile=HopperDecodeTile(6, 1, 1, 6, 2)):
+        check(queries(cache, 1, 12 * group, torch.bfloat16), cache)
+    if group == 1:
+        many = cache_of([40, 0, 17], form, kv_heads=600, dim=16, device="cuda")
+        with use_tile(tile=HopperDecodeTile(4, 1, 1, 4, 2)):
+            check(queries(many, 1, 600, torch.bfloat16), many)
+
+
+# By the rule: 16 sequences, and a table so wide that the cache could be a large one.
+MANY = [0, 1, 700, 64, 0, 333, 16, 17, 1049, 15, 31, 32, 33, 128, 2, 500]
+CHOSEN = [
+    ("bf16", 128, 2, 2), ("fp16", 128, 6, 2), ("bf16", 72, 4, 4), ("bf16", 80, 4, 4), ("bf16", 96, 4, 4),
+    ("bf16", 112, 8, 4), ("fp8", 128, 4, 4), ("int8", 128, 8, 4),
+]  # fmt: skip
+
+
+def roomy(cache: PagedCache) -> PagedCache:
+    """The same pages, with slots of the table for 2 GB of keys, which no sequence uses."""
+    wide = -(-(2 * 10**9) // (cache.batch * cache.capacity * cache.bits_per_token // 8))
+    table = cache.block_table.repeat(1, wide)
+    return PagedCache(cache.k, cache.v, table, cache.lengths, cache.k_scale, cache.v_scale)
+
+
+def chosen(form: str, dim: int, kv_heads: int, group: int, heads: int, **options: Any) -> tuple[Tensor, PagedCache]:
+    cache = roomy(cache_of(MANY, form, kv_heads=kv_heads, dim=dim, device="cuda", **options))
+    q = queries(cache, 1, kv_heads * group, dtype_of(form))
+    tile: Any = fk.explain("decode", q, cache, impl="hopper").tile
+    assert tile.heads == heads
+    return q, cache
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CHOSEN, ids=str)
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_the_rule_at_every_ratio_of_heads(case: tuple[str, int, int, int], group: int) -> None:
+    form, dim, kv_heads, heads = case
+    q, cache = chosen(form, dim, kv_heads, group, heads)
+    out, _ = check(q, cache)
+    assert all(torch.equal(fk.decode(q, cache, impl="hopper"), out) for _ in range(5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [CHOSEN[0], CHOSEN[2], CHOSEN[6]], ids=str)
+@pytest.mark.parametrize("page", [16, 48, 64, 128])
+def test_the_rule_at_every_page_size(case: tuple[str, int, int, int], page: int) -> None:
+    form, dim, kv_heads, heads = case
+    check(*chosen(form, dim, kv_heads, 4, heads, page=page))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [CHOSEN[0], CHOSEN[2], CHOSEN[6], CHOSEN[7]], ids=str)
+def test_the_rule_with_features_and_in_a_graph(case: tuple[str, int, int, int]) -> None:
+    form, dim, kv_heads, heads = case
+    q, cache = chosen(form, dim, kv_heads, 4, heads)
+    features = {
+        "window": (300, -1), "softcap": 3.0, "sinks": torch.randn(4 * kv_heads, device="cuda"),
+        "alibi_slopes": torch.rand(4 * kv_heads, device="cuda") * 0.1,
+    }  # fmt: skip
+    with use_tile(tile=fk.explain("decode", q, cache, impl="hopper").tile):  # so small a window would leave it
+        check(q, cache, **features)
+    fk.decode(q, cache, impl="hopper", return_lse=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = fk.decode(q, cache, impl="hopper", return_lse=True)
+    stored = cache.lengths.clone()
+    for lengths in (stored, stored // 2, stored * 0, stored.clamp(max=1)):  # what is there behind them is no NaN
+        cache.lengths.copy_(lengths)
+        graph.replay()
+        torch.cuda.synchronize()
+        compare(out, lse, q, cache)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("form", "dim", "lengths"),
+    [
+        ("bf16", 128, (4096,) * 64), ("bf16", 72, (4096,) * 64), ("bf16", 128, (20_000, *(512,) * 31)),
+        ("fp8", 128, (32_768,) * 16), ("int8", 128, (1, 65_000, 0, *range(7, 8000, 500))),
+    ],
+    ids=["bf16", "72", "ragged", "fp8", "int8-ragged"],
+)  # fmt: skip
+def test_large_caches(form: str, dim: int, lengths: tuple[int, ...]) -> None:
+    """The oracle would take minutes, so the reference stands in."""
+    cache = cache_of(lengths, form, kv_heads=8, dim=dim, device="cuda")
+    q = queries(cache, 1, 32, torch.bfloat16)
+    why = fk.explain("decode", q, cache, impl="hopper")
+    assert isinstance(why.tile, HopperDecodeTile) and why.tile.heads and "rows.cu" in str(why)
+    out, lse = fk.decode(q, cache, impl="hopper", return_lse=True)
+    want, want_lse = fk.decode(q, cache, impl="torch", return_lse=True)
+    assert ((out - want).float().norm() / want.float().norm()).item() < 8e-3
+    torch.testing.assert_close(lse, want_lse, atol=4e-3, rtol=1e-3)
+    assert all(torch.equal(fk.decode(q, cache, impl="hopper"), out) for _ in range(10))
+
+
+@pytest.mark.gpu
+def test_heads_that_lie_apart_are_not_copied_together() -> None:
+    """Pages as (heads, slots): rows of a token do not lie side by side."""
+    q, cache = chosen("bf16", 128, 2, 4, 2)
+    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (cache.k, cache.v))
+    lying_apart = PagedCache(k, v, cache.block_table, cache.lengths)
+    check(q, lying_apart)
+    with use_tile(tile=HopperDecodeTile(4, 1, 1, 4, 2)), pytest.raises(TilingError, match="side by side"):
+        fk.decode(q, lying_apart, impl="hopper")
 
 
 @pytest.mark.gpu

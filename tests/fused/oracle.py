@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import flashkernels as fk
+
 ROUNDINGS = {torch.float64: 64.0}  # where the truth itself rounds
 
 
@@ -113,8 +115,6 @@ class Op:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def call(self, x: Tensor, *others: Tensor, impl: str) -> tuple[Tensor, ...]:
-        import flashkernels as fk
-
         names = (*self.vectors, *(("residual",) if self.residual else ()))
         found = getattr(fk, self.function)(x, **dict(zip(names, others, strict=True)), **self.settings, impl=impl)
         return found if isinstance(found, tuple) else (found,)

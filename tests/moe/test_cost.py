@@ -11,6 +11,7 @@ from flashkernels import moe
 from flashkernels.hardware import lookup
 from flashkernels.moe import cost
 from flashkernels.moe.cases import MODELS, TOKENS, WEIGHTS
+from flashkernels.moe.hopper.gemm_tiles import HopperGemmTile
 from flashkernels.moe.problem import GemmProblem, LayerProblem, RouteProblem
 from flashkernels.moe.triton.tiles import GemmTile
 
@@ -69,10 +70,47 @@ def test_the_choice_alone_and_its_regrouping() -> None:
     assert cost.route_seconds(large, H200) == pytest.approx(cost.ROUTE + logits * (4 * cost.CHOOSE + cost.RANK) + table)
 
 
+@pytest.mark.parametrize("impl", cost.ROUTES)
 @pytest.mark.parametrize("planned", [True, False], ids=["planned", "choice"])
-def test_more_tokens_take_longer_to_route(planned: bool) -> None:
-    times = [cost.route_seconds(RouteProblem(t, 128, 8, "fp32", "cuda", planned), H200) for t in (1, 16, 512, 32768)]
+def test_more_tokens_take_longer_to_route(planned: bool, impl: str) -> None:
+    times = [
+        cost.ROUTES[impl](RouteProblem(t, 128, 8, "fp32", "cuda", planned), H200) for t in (1, 16, 512, 4096, 32768)
+    ]
     assert all(a <= b for a, b in pairwise(times)) and times[0] < times[-1]
+
+
+# Microseconds on an H200, 2026-11-15, CUDA graphs: the choice, and all. Of products the first has its gather.
+ROUTED = {(32768, 64, 2): (5.4, 9.7), (32768, 128, 8): (11.3, 20.9), (4096, 256, 8): (5.1, 9.8),
+          (128, 128, 8): (2.5, 4.6), (1, 128, 8): (1.9, 3.1)}  # fmt: skip
+MULTIPLIED = {("mixtral-8x7b", 1024): (745, 399), ("mixtral-8x7b", 4096): (2768, 1406),
+              ("mixtral-8x7b", 16384): (11057, 5605), ("qwen3-30b-a3b", 1024): (208, 113),
+              ("qwen3-30b-a3b", 4096): (389, 201), ("qwen3-30b-a3b", 16384): (1351, 696)}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", ROUTED, ids=str)
+def test_routings_on_hopper_are_near_what_was_measured(size: tuple[int, int, int]) -> None:
+    for planned, measured in zip((False, True), ROUTED[size], strict=True):
+        found = cost.hopper_route_seconds(RouteProblem(*size, "fp32", "cuda", planned), H200)
+        assert found * 1e6 == pytest.approx(measured, rel=0.12)
+
+
+@pytest.mark.parametrize(("model", "tokens"), MULTIPLIED)
+def test_products_on_hopper_are_near_what_was_measured(model: str, tokens: int) -> None:
+    experts, k, hidden, inner = MODELS[model]
+    why = moe.explain(tokens, hidden, inner, experts, k, gpu="h200")
+    for part, measured in zip(why.parts, MULTIPLIED[model, tokens], strict=True):
+        assert part.impl == "hopper" and isinstance(part.tile, HopperGemmTile)
+        found = cost.even_seconds(part.problem, part.tile, H200) + cost.LAUNCH
+        if part.problem.gather and not part.tile.fused:
+            found += cost.LAUNCH + 4 * part.problem.rows * hidden / (cost.BANDWIDTH * H200.bandwidth)
+        assert found * 1e6 == pytest.approx(measured, rel=0.12)
+
+
+def test_a_layer_of_one_implementation_is_explained_too() -> None:
+    auto, triton = (moe.explain(1024, 4096, 14336, 8, 2, gpu="h200", impl=impl) for impl in ("auto", "triton"))
+    assert (auto.routing, triton.routing, auto.launches, triton.launches) == ("hopper", "triton", 1, 2)
+    assert [part.impl for part in (*auto.parts, *triton.parts)] == ["hopper"] * 2 + ["triton"] * 2
+    assert auto.predicted and triton.predicted and auto.predicted < triton.predicted
 
 
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
@@ -104,4 +142,4 @@ def test_explain_shows_the_time_of_the_layer_and_of_its_routing() -> None:
     why = moe.explain(64, 4096, 14336, 8, 2, gpu="h200")
     assert why.predicted and why.route_predicted and why.route_predicted < why.predicted
     assert f"predicted: {why.predicted * 1e6:.1f} µs" in str(why)
-    assert f"route: 1 launch, predicted {why.route_predicted * 1e6:.1f} µs" in str(why)
+    assert f"route: hopper, 1 launch, predicted {why.route_predicted * 1e6:.1f} µs" in str(why)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import flashkernels as fk
+from flashkernels.moe.hopper.route_tiles import HopperRouteTile
 from flashkernels.moe.problem import ACTIVATIONS, FORMATS, GATED, PHASES, GemmProblem
 from flashkernels.moe.triton import tiles
 
@@ -17,13 +18,22 @@ from . import oracle
 from .test_gemm import expected
 from .test_layer import weights_of
 from .test_route import VARIANTS
+from .test_route_hopper import other_nans
 
 pytestmark = pytest.mark.gpu
 SIZES = [
     (1, 128, 8), (1, 8, 2), (7, 8, 2), (64, 128, 8), (128, 128, 8), (129, 128, 8), (1024, 64, 1), (4096, 256, 8),
     (32768, 64, 2), (32768, 128, 8), (3001, 100, 3), (2000, 1024, 16), (70000, 60, 4),
 ]  # fmt: skip
+each_impl = pytest.mark.parametrize("impl", ["triton", "hopper"])
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _served(request: pytest.FixtureRequest) -> None:
+    asked = getattr(request.node, "callspec", None)
+    if asked and asked.params.get("impl") == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
 
 
 def same(a: fk.moe.Routing, b: fk.moe.Routing) -> None:
@@ -34,60 +44,95 @@ def same(a: fk.moe.Routing, b: fk.moe.Routing) -> None:
         assert torch.equal(x, y), name
 
 
+@each_impl
 @each_dtype
 @pytest.mark.parametrize(("tokens", "experts", "k"), SIZES)
-def test_route(tokens: int, experts: int, k: int, dtype: torch.dtype) -> None:
+def test_route(tokens: int, experts: int, k: int, dtype: torch.dtype, impl: str) -> None:
     logits = torch.randn(tokens, experts, device="cuda").to(dtype)
-    same(fk.moe.route(logits, k, impl="triton"), fk.moe.route(logits, k, impl="torch"))
+    same(fk.moe.route(logits, k, impl=impl), fk.moe.route(logits, k, impl="torch"))
+    chosen = fk.moe.route(logits, k, plan=False, impl=impl)
+    assert torch.equal(chosen.ids, fk.moe.route(logits, k, impl=impl).ids)
 
 
+@each_impl
 @each_dtype
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if "bias" not in VARIANTS[name]])
 @pytest.mark.parametrize("tokens", [9, 3000])
-def test_route_variants(variant: str, tokens: int, dtype: torch.dtype) -> None:
+def test_route_variants(variant: str, tokens: int, dtype: torch.dtype, impl: str) -> None:
     logits = torch.randn(tokens, 64, device="cuda").to(dtype)
     kwargs = VARIANTS[variant]
-    found, want = (fk.moe.route(logits, 6, impl=impl, **kwargs) for impl in ("triton", "torch"))
+    if impl == "hopper" and "groups" in kwargs:
+        with pytest.raises(fk.UnsupportedError, match="groups=4"):
+            fk.moe.route(logits, 6, impl=impl, **kwargs)
+        return
+    found, want = (fk.moe.route(logits, 6, impl=name, **kwargs) for name in (impl, "torch"))
     if kwargs.get("groups", 1) == 1 or kwargs.get("group_score") == "max":
         same(found, want)
     else:  # sums of two scores may round to a tie or out of one
         assert (found.ids != want.ids).any(-1).float().mean() < 1e-3
 
 
+@each_impl
+@each_dtype
+@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
 @pytest.mark.parametrize("tokens", [9, 3000])
-def test_route_with_a_bias(tokens: int) -> None:
+def test_route_with_a_bias(tokens: int, score: str, dtype: torch.dtype, impl: str) -> None:
     """The scores' last bit may turn two nearly equal experts around, and nothing else."""
-    logits, bias = torch.randn(tokens, 64, device="cuda"), torch.randn(64, device="cuda") / 4
-    found, want = (fk.moe.route(logits, 6, score="sigmoid", bias=bias, impl=impl) for impl in ("triton", "torch"))
-    choice = torch.sigmoid(logits) + bias
+    logits, bias = torch.randn(tokens, 64, device="cuda").to(dtype), torch.randn(64, device="cuda").to(dtype) / 4
+    found, want = (fk.moe.route(logits, 6, score=score, bias=bias, impl=name) for name in (impl, "torch"))
+    choice = (torch.sigmoid(logits.float()) if score == "sigmoid" else logits.float().softmax(-1)) + bias.float()
     a, b = (choice.gather(1, routing.ids.long()) for routing in (found, want))
     torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
     assert (found.ids != want.ids).any(-1).float().mean() < 1e-3
 
 
+@each_impl
 @each_dtype
-def test_route_ties_nan_and_infinities(dtype: torch.dtype) -> None:
+def test_route_ties_nan_and_infinities(dtype: torch.dtype, impl: str) -> None:
     logits = (torch.randint(-3, 4, (5000, 24), device="cuda") / 2).to(dtype)
     logits[::7, 3], logits[::11], logits[::13, 5] = torch.nan, -torch.inf, -torch.inf
     logits[::17, 2], logits[::19], logits[::23, 4] = torch.inf, torch.nan, -0.0
+    other_nans(logits)
     for kwargs in ({}, {"score": "sigmoid"}, {"renormalise": False}):
-        same(*(fk.moe.route(logits, 4, impl=impl, **kwargs) for impl in ("triton", "torch")))
+        same(*(fk.moe.route(logits, 4, impl=name, **kwargs) for name in (impl, "torch")))
 
 
+@each_impl
 @pytest.mark.parametrize(("tokens", "span"), [(100, (8, 24)), (5000, (8, 24)), (5000, (63, 64))])
-def test_route_span(tokens: int, span: tuple[int, int]) -> None:
+def test_route_span(tokens: int, span: tuple[int, int], impl: str) -> None:
     logits = torch.randn(tokens, 64, device="cuda")
-    same(*(fk.moe.route(logits, 2, span=span, impl=impl) for impl in ("triton", "torch")))
+    same(*(fk.moe.route(logits, 2, span=span, impl=name) for name in (impl, "torch")))
 
 
-@pytest.mark.parametrize("tokens", [100, 5000], ids=["one launch", "two launches"])
-def test_a_graph_serves_any_count_and_logits(tokens: int) -> None:
+@each_impl
+@pytest.mark.parametrize("layout", ["odd", "padded", "transposed"])
+def test_route_strides(layout: str, impl: str) -> None:
+    logits = torch.randn(3000, 96, device="cuda").bfloat16()
+    wide = torch.randn(3000, 101 if layout == "odd" else 104, device="cuda").bfloat16()
+    strided = logits.T.contiguous().T if layout == "transposed" else wide[:, 1:97].copy_(logits)
+    same(fk.moe.route(strided, 4, impl=impl), fk.moe.route(logits, 4, impl="torch"))
+
+
+@pytest.mark.parametrize("way", ["cluster", "grid"])
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(300, 128, 8), (5000, 40, 3)])
+def test_route_by_any_way_is_the_same(tokens: int, experts: int, k: int, way: str) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    logits = torch.randn(tokens, experts, device="cuda")
+    with fk.use_tile(tile=HopperRouteTile(warps=8, per_sm=2, ahead=2, way=way)):
+        found = fk.moe.route(logits, k, impl="hopper")
+    same(found, fk.moe.route(logits, k, impl="torch"))
+
+
+@each_impl
+@pytest.mark.parametrize("tokens", [100, 5000], ids=["small", "large"])
+def test_a_graph_serves_any_count_and_logits(tokens: int, impl: str) -> None:
     logits, used = torch.randn(tokens, 64, device="cuda"), torch.tensor([tokens], dtype=torch.int32, device="cuda")
-    fk.moe.route(logits, 2, used=used)
+    fk.moe.route(logits, 2, used=used, impl=impl)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = fk.moe.route(logits, 2, used=used)
+        found = fk.moe.route(logits, 2, used=used, impl=impl)
     for n in (tokens, 17, 0, tokens - 1, 1):
         logits.normal_()
         used.fill_(n)
@@ -95,18 +140,21 @@ def test_a_graph_serves_any_count_and_logits(tokens: int) -> None:
         same(found, fk.moe.route(logits, 2, used=used, impl="torch"))
 
 
+@each_impl
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(128, 128, 8), (32768, 64, 2)])
-def test_route_is_the_same_in_every_run(tokens: int, experts: int, k: int) -> None:
+def test_route_is_the_same_in_every_run(tokens: int, experts: int, k: int, impl: str) -> None:
     logits = torch.randn(tokens, experts, device="cuda")
-    first = fk.moe.route(logits, k)
+    first = fk.moe.route(logits, k, impl=impl)
     for _ in range(20):
-        again = fk.moe.route(logits, k)
+        again = fk.moe.route(logits, k, impl=impl)
         assert torch.equal(again.weights, first.weights) and again.plan is not None and first.plan is not None
         assert all(torch.equal(a, b) for a, b in zip(again.plan[:6], first.plan[:6], strict=True))
 
 
-def test_routes_on_two_streams_do_not_disturb_each_other() -> None:
-    logits = [torch.randn(128, 128, device="cuda") for _ in range(2)]
+@each_impl
+@pytest.mark.parametrize("tokens", [128, 3000])
+def test_routes_on_two_streams_do_not_disturb_each_other(tokens: int, impl: str) -> None:
+    logits = [torch.randn(tokens, 128, device="cuda") for _ in range(2)]
     wants = [fk.moe.route(x, 8, impl="torch") for x in logits]
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
@@ -114,7 +162,7 @@ def test_routes_on_two_streams_do_not_disturb_each_other() -> None:
     for _ in range(50):
         for i in range(2):
             with torch.cuda.stream(streams[i]):
-                found[i].append(fk.moe.route(logits[i], 8))
+                found[i].append(fk.moe.route(logits[i], 8, impl=impl))
     torch.cuda.synchronize()
     for routings, want in zip(found, wants, strict=True):
         for routing in routings:
@@ -138,7 +186,7 @@ def test_nothing_waits_for_the_device() -> None:
 
 def check_gemm(
     tokens: int, experts: int, k: int, n: int, depth: int, kind: str = "none", dtype: torch.dtype = torch.bfloat16,
-    skew: float = 0.0, block: int | None = None, interleaved: bool = False,
+    skew: float = 0.0, block: int | None = None, interleaved: bool = False, impl: str = "triton",
 ) -> None:  # fmt: skip
     logits = torch.randn(tokens, experts, device="cuda") - skew * torch.arange(experts, device="cuda")
     routing = fk.moe.route(logits, k, block=block)
@@ -146,7 +194,7 @@ def check_gemm(
     assert plan is not None
     x = torch.randn(tokens, depth, device="cuda").to(dtype)
     w = (torch.randn(experts, n, depth, device="cuda") / depth**0.5).to(dtype)
-    found = fk.moe.grouped_gemm(x, w, plan, activation=kind, interleaved=interleaved, impl="triton")
+    found = fk.moe.grouped_gemm(x, w, plan, activation=kind, interleaved=interleaved, impl=impl)
     want = fk.moe.grouped_gemm(x.double(), w.double(), plan, activation=kind, interleaved=interleaved, impl="torch")
     # plain torch: the product rounded to the dtype, then the activation
     plain = fk.moe.grouped_gemm(x.float(), w.float(), plan, impl="torch").to(dtype)

@@ -7,7 +7,7 @@ import torch
 
 import flashkernels as fk
 from flashkernels.moe.problem import FORMATS, PHASES
-from flashkernels.moe.weights import MOST, ROUNDED, pack, unpack
+from flashkernels.moe.weights import MOST, ROUNDED, pack, rounded_rows, unpack
 
 from .test_route import INTERPRETED, each_impl
 
@@ -63,6 +63,19 @@ def test_rows(format: str, width: int, impl: str) -> None:
     x[1, 0] = torch.inf
     poisoned = fk.moe.round_rows(x, format, impl=impl)[1]
     assert poisoned[1].reshape(-1)[0].isnan() and torch.equal(poisoned[3], scale[3])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ROUNDED)
+@pytest.mark.parametrize("width", [4096, 17_000])
+def test_ties_round_as_in_torch(format: str, width: int) -> None:
+    """A scale that is a power of two puts numbers just between two others, and each goes to the even one."""
+    x = torch.randn(64, width, device="cuda").half().float().clamp(-3, 3)
+    largest = {"int8": 127.0, "fp8": 448.0, "fp8_block": 448.0}[format]
+    x[:, ::128] = largest / 2.0 ** torch.arange(5, 9, device="cuda").repeat(16)[:, None]
+    x = x.clamp(-x[:, :1], x[:, :1])
+    for got, want in zip(fk.moe.round_rows(x, format, impl="triton"), rounded_rows(x, format), strict=True):
+        assert torch.equal(got.float(), want.float())
 
 
 def test_bad_formats_are_named() -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flashkernels.aot.blank import Recipe, empty
 from flashkernels.dispatch import Impl, select
 from flashkernels.fused.rows import DTYPES as NAMES, RowProblem, row_problem
 from flashkernels.hardware import Gpu
+from flashkernels.jit.notes import Noted
 from flashkernels.moe.combine import IMPLS as COMBINE, Combine
 from flashkernels.moe.gemm import ALPHA, BACKWARD, IMPLS as GEMM, LIMIT, Gemm, GemmBackward, gemm_problem
-from flashkernels.moe.plan import MOST_EXPERTS, MOST_K, Plan, block_rows, plan_of
+from flashkernels.moe.plan import MOST_EXPERTS, MOST_K, Plan, block_rows, plan_of, sizes
 from flashkernels.moe.problem import ACTIVATIONS, FORMATS, GATED, RouteProblem
 from flashkernels.moe.route import IMPLS as ROUTE, SCORES, Call
 from flashkernels.moe.rows import IMPLS as ROUND, Rounding
@@ -60,7 +63,7 @@ class Experts:
 
 def expert_recipes(work: Experts, gpu: Gpu) -> list[Recipe]:
     layer = Layer(work, gpu)
-    if select(ROUTE, layer.routing, gpu).name != "triton":
+    if select(ROUTE, layer.routing, gpu).name == "torch":
         return []
     return [layer.infer, *([layer.train] if work.backward else [])]
 
@@ -74,7 +77,7 @@ class Layer:
         self.x = empty(work.tokens, work.hidden, dtype=work.dtype)
         self.w_up = empty(work.experts, wide, work.hidden, dtype=work.dtype)
         self.w_down = empty(work.experts, work.hidden, work.inner, dtype=work.dtype)
-        self.routing = RouteProblem(work.tokens, work.experts, work.k, work.dtype, "cuda")
+        self.routing = RouteProblem(work.tokens, work.experts, work.k, work.dtype, "cuda", groups=work.groups)
 
     def infer(self) -> None:
         plan, shares = self.route(apart=False)
@@ -105,7 +108,12 @@ class Layer:
         )  # fmt: skip
         logits = empty(work.tokens, work.experts, dtype=work.dtype)
         tensors = (logits, empty(work.experts) if work.choice_bias else None, None)
-        shares, _, *parts = self.run(ROUTE, self.routing, "route_plan", tensors, call)
+        found = self.run(ROUTE, self.routing, "route_plan", tensors, call)
+        if found is None:
+            shapes = sizes(work.tokens, work.k, work.experts, block).values()
+            parts = [empty(*shape, dtype=torch.int32) for shape in shapes]
+            return plan_of(parts, block), empty(work.tokens, work.k)
+        shares, _, *parts = found
         return plan_of(parts, block), shares
 
     def product(self, x: Tensor, w: Tensor, plan: Plan, gather: bool, activation: str, splittable: bool) -> Tensor:
@@ -143,8 +151,11 @@ class Layer:
         return RowProblem("combine", self.work.tokens, y.shape[-1], NAMES[y.dtype], "cuda", 0)
 
     def run(self, impls: Sequence[Impl], problem: Any, plan: str, tensors: tuple[Any, ...], call: Any) -> Any:
-        """What one part returns, or None where torch serves it."""
+        """What one part returns, or None where torch or CUDA C++ serves it, which compiles in the plan."""
         impl = select(impls, problem, self.gpu)
         if impl.name == "torch":
             return None
-        return getattr(impl.load(), plan)(problem, self.gpu, tensors, call)(*tensors)
+        with contextlib.suppress(Noted):
+            run = getattr(impl.load(), plan)(problem, self.gpu, tensors, call)
+            return None if impl.name == "hopper" else run(*tensors)
+        return None

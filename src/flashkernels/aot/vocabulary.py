@@ -105,7 +105,7 @@ def sampling_recipes(work: Sampling, gpu: Gpu) -> list[Recipe]:
         )
         call = sampling.Sample(work.top_n, sampling.room(numbers, settings, work.top_n), "auto")
         tensors = (logits, None, None, seeds, offsets, *settings)
-        impl.load().plan(problem, gpu, tensors, call)(*tensors)(numbers)
+        impl.load().plan(problem, gpu, tensors, call)(numbers, *tensors)
 
     return [functools.partial(run, dtype) for dtype in (sampling.INTEGERS if "top_k" in work.rows else (torch.int64,))]
 
@@ -123,7 +123,7 @@ def accepting_recipes(work: Accepting, gpu: Gpu) -> list[Recipe]:
     if impl.name != "triton":
         return []
     call, numbers = speculative.Accept(work.logits, "auto"), speculative.Numbers(1.0, 0, 0)
-    return [lambda: impl.load().plan(problem, gpu, tensors, call)(*tensors)(numbers)]
+    return [lambda: impl.load().plan(problem, gpu, tensors, call)(numbers, *tensors)]
 
 
 def loss_recipes(work: Loss, gpu: Gpu) -> list[Recipe]:

@@ -21,6 +21,7 @@ from flashkernels.aot.work import GLU, ROW_OPS, Appending, Rotation, Rows, Work
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.decode.problem import DecodeProblem
 from flashkernels.formats import lookup
+from flashkernels.moe.hopper.gemm_tiles import LEAST
 
 OPS = (
     "attention", "attention_backward", "attention_varlen", "attention_paged", "decode", "append", "rope", *ROW_OPS,
@@ -270,7 +271,10 @@ def _layers(model: Experts, sizes: Sizes) -> Iterator[Work]:
     """The layer at every number of tokens; with gradients also the activation, which is then a call of its own."""
     for form in sizes.expert_formats:
         learns = sizes.backward and not form
-        for tokens in counts(sizes.tokens or max(sizes.batches) * max(sizes.seqs)):
+        most = sizes.tokens or max(sizes.batches) * max(sizes.seqs)
+        last = max(1, (LEAST * model.experts - 1) // model.k)  # that the Hopper products leave to Triton
+        ends = {n for n in (last, max(1, last // 16 * 16)) if n <= most}
+        for tokens in sorted({*counts(most), *ends}):
             yield replace(model, tokens=tokens, weights=form, backward=learns)
         if learns and model.activation in GLU:
             yield Rows(model.activation, 2 * model.inner, model.dtype, backward=True)

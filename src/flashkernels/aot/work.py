@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,7 @@ from flashkernels.attention import api as attention
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.tensors import Given, Tensors, empty_output, lse_shape
 from flashkernels.decode import api as decode
+from flashkernels.decode.hopper.tiles import forms
 from flashkernels.decode.problem import DecodeProblem
 from flashkernels.decode.tensors import Call
 from flashkernels.dispatch import Impl, select
@@ -194,6 +196,8 @@ def _decode(work: DecodeProblem, gpu: Gpu, only: str = "") -> list[Recipe]:
         empty(p.batch + 1, dtype=torch.int32) if p.ragged else None,
     )  # fmt: skip
     impl = select(decode.IMPLS, problem, gpu)
+    if impl.name == "hopper" and only in ("", "hopper"):  # batch and context choose between two kernels: both are built
+        return [partial(impl.load().plan, form, gpu, call) for form in forms(problem)]
     return _recipe(impl, only, (problem, gpu, call), (call, p.head_dim**-0.5, float(p.softcap)))
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _is_any_autocast_enabled as any_autocast
+from torch.compiler import is_compiling
 
 from flashkernels import hardware
 from flashkernels.attention import sdpa
@@ -16,7 +19,6 @@ from flashkernels.attention.hopper import backward_tiles as hopper_backward
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.tensors import (
     Given,
-    Run,
     RunBackward,
     Tensors,
     empty_output,
@@ -35,7 +37,7 @@ from flashkernels.attention.validation import (
 )
 from flashkernels.dispatch import Impl, UnsupportedError, lacks_triton, leaves_the_cpu, select
 from flashkernels.hardware import GPUS, Gpu
-from flashkernels.jit.eager import followed_only, unwatched
+from flashkernels.jit.eager import MOST_PLANS, Plans, followed_only, kind_of, unwatched
 from flashkernels.tiling import Tile, TilingError, override
 
 
@@ -194,7 +196,7 @@ def attention(
     elif layout != "bshd":
         raise ValueError(f"layout={layout!r} is not one of {', '.join(map(repr, LAYOUTS))}")
     out, lse = _call(
-        Tensors(q, k, v, alibi_slopes, sinks, mask, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale), 0, 0, causal,
+        Tensors(q, k, v, alibi_slopes, sinks, mask, None, None, None, q_scale, k_scale, v_scale), 0, 0, causal,
         softmax_scale, window, softcap, layout,
         return_lse, impl, dropout_p, deterministic, dropout_seed=dropout_seed,
     )  # fmt: skip
@@ -267,29 +269,6 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> AttentionPr
 # --- the eager hot path: everything that can be decided from shapes and flags is decided once per signature
 
 
-_plans: dict[tuple[Any, ...], Run] = {}
-MOST_PLANS = 4096
-
-
-def _signature(tensors: Tensors | Given) -> tuple[Any, ...]:
-    """All that a plan may depend on, of the tensors. Alignment matters to TMA and to vector loads."""
-    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors])
-
-
-def _quick_signature(tensors: Tensors) -> tuple[Any, ...]:
-    """The same of a call of nothing but aligned q, k and v, in half of the time."""
-    for x in tensors[3:]:
-        if x is not None:
-            return _signature(tensors)
-    q, k, v = tensors[:3]
-    if q is None or k is None or v is None or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:  # None: refused later
-        return _signature(tensors)
-    return (
-        q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype,
-        v.device,
-    )  # fmt: skip
-
-
 def _problem(
     tensors: Tensors, max_q: int, max_k: int, causal: bool, softmax_scale: float | None, window: tuple[int, int],
     softcap: float, layout: str = "bshd", need_lse: bool = False, dropout_p: float = 0.0,
@@ -311,37 +290,44 @@ def _addressed(problem: AttentionProblem, tensors: Tensors) -> AttentionProblem:
     return replace(problem, unaddressable=next(reasons, ""))
 
 
-def _plan(
-    tensors: Tensors, max_q: int, max_k: int, causal: bool, softmax_scale: float | None, window: tuple[int, int],
-    softcap: float, layout: str, need_lse: bool, impl: str, dropout_p: float,
-) -> Run:  # fmt: skip
-    """The prepared launch for tensors of this signature: validation, dispatch and tiling happen here, once."""
+def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Callable[[Tensors], Attention]:
+    """The prepared launch for tensors of this kind: validation, dispatch and tiling happen here, once."""
+    given = Tensors(*tensors)
+    max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, dropout_p = settings[:10]
     problem = _addressed(
-        _problem(tensors, max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, dropout_p), tensors
+        _problem(given, max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, dropout_p), given
     )
-    gpu = hardware.detect(tensors.q.device) if problem.device == "cuda" else None
-    return select(IMPLS, problem, gpu, impl).load().plan(problem, gpu, tensors)
+    gpu = hardware.detect(given.q.device) if problem.device == "cuda" else None
+    run = select(IMPLS, problem, gpu, impl).load().plan(problem, gpu, given)
+    scale = problem.head_dim**-0.5 if softmax_scale is None else softmax_scale
+    ends_known = problem.varlen and problem.device != "cuda"  # reading them would wait for a GPU
+
+    def call(tensors: Tensors) -> Attention:
+        if ends_known:
+            _check_ends(tensors, max_q, max_k)
+        found: Attention = run(tensors, scale, softcap)
+        return found
+
+    return call
 
 
-def _run(tensors: Tensors, settings: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
-    """`settings` are `_plan`'s, in its order."""
-    max_q, max_k, _, softmax_scale, window, softcap = settings[:6]
-    # 1, 1.0 and True are equal, but not equally valid: types are part of the key
-    key = (_quick_signature(tensors), settings, override(), *map(type, settings), *map(type, window))
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _plan(tensors, *settings)
-        if len(_plans) >= MOST_PLANS:
-            _plans.clear()
-        _plans[key] = plan
-    if tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None and not tensors.q.is_cuda:
-        check_cu_values("cu_seqlens_q", tensors.cu_seqlens_q, tensors.q.shape[0], max_q)
-        keys = int(tensors.cu_seqlens_k[-1]) if tensors.block_table is not None else tensors.k.shape[0]
-        check_cu_values("cu_seqlens_k", tensors.cu_seqlens_k, keys, max_k)
-        if tensors.block_table is not None:
-            check_pages(tensors.block_table, tensors.cu_seqlens_k, *tensors.k.shape[:2])
-    scale = tensors.q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    return plan(tensors, scale, softcap)
+_plans = Plans(_plan)
+Attention = tuple[Tensor, "Tensor | None"]
+
+
+def _settings(*settings: Any) -> tuple[Any, ...]:
+    """`_plan`'s, with the tile in force, and the types of the window's sides: True is no number of keys."""
+    return (*settings, override(), *map(type, settings[4]))
+
+
+def _check_ends(tensors: Tensors, max_q: int, max_k: int) -> None:
+    """The values of a ragged batch."""
+    assert tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None
+    check_cu_values("cu_seqlens_q", tensors.cu_seqlens_q, tensors.q.shape[0], max_q)
+    keys = int(tensors.cu_seqlens_k[-1]) if tensors.block_table is not None else tensors.k.shape[0]
+    check_cu_values("cu_seqlens_k", tensors.cu_seqlens_k, keys, max_k)
+    if tensors.block_table is not None:
+        check_pages(tensors.block_table, tensors.cu_seqlens_k, *tensors.k.shape[:2])
 
 
 def _call(
@@ -353,9 +339,14 @@ def _call(
     CPU a third of the registered op; through that under compile, transforms and modes."""
     if isinstance(window, list):
         window = tuple(window)
-    settings = (max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, dropout_p)
-    device = tensors.q.device.type if isinstance(tensors.q, Tensor) else ""
     check_flag("deterministic", deterministic)
+    settings = (max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, dropout_p)
+    eager = isinstance(window, tuple) and not is_compiling()
+    plain = eager and dropout_seed is None and not dropout_p and not any_autocast()
+    run = _plans.ready(tensors, _settings(*settings)) if plain else None
+    if run is not None:
+        return run(tensors)
+    device = tensors.q.device.type if isinstance(tensors.q, Tensor) else ""
     if (dropout_p != 0 or dropout_seed is not None) and device:
         check_dropout(dropout_p, dropout_seed, tensors.q)
         if dropout_p:
@@ -363,8 +354,10 @@ def _call(
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):
             return _call(_autocast(tensors, device), *settings, deterministic, tensors.dropout_seed)
-    if isinstance(window, tuple) and unwatched(tensors):
-        return _run(tensors, settings)
+    if eager and not plain:
+        run = _plans.ready(tensors, _settings(*settings))
+        if run is not None:
+            return run(tensors)
     _problem(tensors, *settings[:8], dropout_p=dropout_p)  # the errors of eager
     scale = tensors.q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     keep = need_lse or (_fusable(device, impl) and _tracked(tensors))
@@ -410,7 +403,7 @@ def attend(
     )  # fmt: skip
     window = (window_left, window_right)
     settings = (max_seqlen_q, max_seqlen_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, dropout_p)
-    out, lse = _run(tensors, settings)
+    out, lse = _plans.find(tensors, _settings(*settings))(tensors)
     return out, q.new_empty(0, dtype=lse_dtype(q)) if lse is None or not need_lse else lse
 
 
@@ -495,7 +488,7 @@ def gradients(
     given = Given(grad_out, grad_lse, out, lse)
     settings = (max_seqlen_q, max_seqlen_k, causal, softmax_scale, (window_left, window_right), softcap)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    key = (_signature(tensors), _signature(given), settings, impl, tuple(wanted), dropout_p, deterministic)
+    key = kind_of((*tensors, *given), (settings, impl, tuple(wanted), dropout_p, deterministic))
     run = _backward_plans.get(key)
     if run is None:
         names = tuple(name for name, want in zip(Tensors._fields, wanted, strict=False) if want)

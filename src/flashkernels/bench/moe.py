@@ -20,16 +20,28 @@ from flashkernels.moe.problem import RouteProblem
 from flashkernels.moe.route import IMPLS
 from flashkernels.moe.weights import ROUNDED, Quantised
 
+AUTO = "auto"
+
 
 def choose(names: str) -> tuple[str, ...]:
-    """Our implementations by a comma-separated list of their names."""
-    return runner.named(names, [impl.name for impl in IMPLS])
+    """Our implementations by a comma-separated list of their names; "auto" is a layer whose parts have several."""
+    return runner.named(names, [*(impl.name for impl in IMPLS), AUTO])
 
 
 def ours(case: Case, gpu: Gpu | None, impls: Sequence[str] | None = None) -> list[Contestant]:
-    """Our implementations that take part: by default the best one that serves."""
-    able = [impl.name for impl in IMPLS if impl.rejects(case.problem, gpu) is None]
-    best = able[:1] if gpu else ["torch"]  # the time of Triton's interpreter says nothing
+    """Our implementations that take part: by default the best one that serves, and of a layer Triton's beside it.
+
+    The Hopper kernels have not all parts of a layer: where they have some, what "auto" takes is `auto`.
+    """
+    p = case.problem
+    routing = p if isinstance(p, RouteProblem) else RouteProblem(p.tokens, p.experts, p.k, p.dtype, p.device)
+    able = [impl.name for impl in IMPLS if impl.rejects(routing, gpu) is None]
+    best = able[:1]
+    if routing is not p and able[0] == "hopper":
+        able[0] = AUTO
+        best = able[:2]
+    if gpu is None:
+        best = ["torch"]  # the time of Triton's interpreter says nothing
     names = best if impls is None else [name for name in able if name in impls]
     return [Contestant(name, False, partial(_our_call, impl=name)) for name in names]
 

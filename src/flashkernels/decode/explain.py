@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from flashkernels.decode import cost
 from flashkernels.decode.hopper import tiles as hopper_tiles
-from flashkernels.decode.hopper.source import PIECES, HopperDecodeTile, stored_bytes
+from flashkernels.decode.hopper.source import HopperDecodeTile, stored_bytes
 from flashkernels.decode.problem import DecodeProblem
 from flashkernels.decode.triton import tiles
 from flashkernels.decode.triton.tiles import CHUNK, DecodeTile
 from flashkernels.dispatch import Explanation
 from flashkernels.hardware import Gpu
+from flashkernels.tiling import override
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,23 @@ class DecodeExplanation(Explanation):
 def _hopper(problem: DecodeProblem, gpu: Gpu) -> tuple[HopperDecodeTile, tuple[str, ...]]:
     slots = (problem.kv_heads * stored_bytes(problem.format, d) for d in (problem.head_dim, problem.head_dim_v))
     variant = hopper_tiles.variant_of(problem, *slots)
-    tile, pieces = variant.tile, max(gpu.sms * PIECES, problem.kv_heads)
+    tile, pieces = variant.tile, variant.tile.pieces(gpu.sms, problem.kv_heads)
     return tile, (
         f"{tile.warps} warps a block, each with {16 * tile.sub} keys a step and {_count(tile.stages, 'stage')}",
+        _copies(problem, tile),
         f"{gpu.sms * tile.per_sm} blocks take the keys in up to {pieces} pieces, cut on the device by the lengths",
         f"{variant.shared / 1024:.0f} KiB shared, {_count(tile.per_sm, 'block')} an SM",
     )
+
+
+def _copies(problem: DecodeProblem, tile: HopperDecodeTile) -> str:
+    """Which of the two kernels, and why."""
+    forced = override() is tile
+    if tile.heads:
+        why = "as use_tile says" if forced else f"a full cache is {problem.cache_bytes() / 1e6:.4g} MB"
+        return f"rows.cu, {why}: one more warp copies rows of {tile.heads} heads together, where they lie side by side"
+    why = "as use_tile says" if forced else hopper_tiles.apart(problem) or "nothing else fits into shared memory"
+    return f"decode.cu, {why}: every warp copies for itself"
 
 
 def _triton(problem: DecodeProblem, gpu: Gpu) -> tuple[DecodeTile, tuple[str, ...]]:

@@ -21,9 +21,9 @@ from flashkernels.fused.rows import (
     row_problem,
 )
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import unwatched
 
 APPROXIMATE = {"none": "gelu", "tanh": "gelu_tanh"}
+APPROXIMATIONS = tuple(APPROXIMATE)
 FAR = 12.0  # beyond it the slope of both GELUs is 0 or 1 in fp32; their formulas overflow far out
 
 # Best first. "auto" takes the first row that does not reject the problem. `torch` is in this file.
@@ -56,7 +56,7 @@ def swiglu(gate_up: Tensor, *, impl: str = "auto") -> Tensor:
     >>> fk.swiglu(torch.randn(2, 5, 2 * 11008)).shape
     torch.Size([2, 5, 11008])
     """
-    return _call("gate_up", gate_up, Activation("silu", True, impl))
+    return _call("gate_up", gate_up, ("silu", True, impl))
 
 
 def geglu(gate_up: Tensor, *, approximate: str = "tanh", impl: str = "auto") -> Tensor:
@@ -66,8 +66,8 @@ def geglu(gate_up: Tensor, *, approximate: str = "tanh", impl: str = "auto") -> 
     >>> fk.geglu(torch.tensor([[2.0, 3.0]]), approximate="none")
     tensor([[5.8635]])
     """
-    check_choice("approximate", approximate, tuple(APPROXIMATE))
-    return _call("gate_up", gate_up, Activation(APPROXIMATE[approximate], True, impl))
+    check_choice("approximate", approximate, APPROXIMATIONS)
+    return _call("gate_up", gate_up, (APPROXIMATE[approximate], True, impl))
 
 
 def relu2_glu(gate_up: Tensor, *, impl: str = "auto") -> Tensor:
@@ -77,7 +77,7 @@ def relu2_glu(gate_up: Tensor, *, impl: str = "auto") -> Tensor:
     >>> fk.relu2_glu(torch.tensor([[2.0, -1.0, 3.0, 3.0]]))
     tensor([[12.,  0.]])
     """
-    return _call("gate_up", gate_up, Activation("relu2", True, impl))
+    return _call("gate_up", gate_up, ("relu2", True, impl))
 
 
 def gelu(x: Tensor, *, approximate: str = "none", impl: str = "auto") -> Tensor:
@@ -87,15 +87,18 @@ def gelu(x: Tensor, *, approximate: str = "none", impl: str = "auto") -> Tensor:
     >>> fk.gelu(torch.tensor([-1.0, 0.0, 2.0]))
     tensor([-0.1587,  0.0000,  1.9545])
     """
-    check_choice("approximate", approximate, tuple(APPROXIMATE))
-    return _call("x", x, Activation(APPROXIMATE[approximate], False, impl))
+    check_choice("approximate", approximate, APPROXIMATIONS)
+    return _call("x", x, (APPROXIMATE[approximate], False, impl))
 
 
-def _call(name: str, x: Tensor, call: Activation) -> Tensor:
-    if unwatched((x,)):
-        return forward((x,), call)
-    _check(name, x, call.packed)  # the same errors as eager
-    return activation_op(x, *call)
+def _call(name: str, x: Tensor, settings: tuple[str, bool, str]) -> Tensor:
+    """`settings` are those of `Activation`, which takes longer to make."""
+    run = forward.ready((x,), settings)
+    if run is not None:
+        found: Tensor = run(x)
+        return found
+    _check(name, x, settings[1])  # the same errors as eager
+    return activation_op(x, *settings)
 
 
 def _check(name: str, x: Tensor, packed: bool) -> None:
@@ -104,8 +107,8 @@ def _check(name: str, x: Tensor, packed: bool) -> None:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; its last size must be even, gate and up side by side")
 
 
-def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
-    (x,) = tensors
+def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
+    (x,), call = tensors, Activation(*settings)
     _check("gate_up" if call.packed else "x", x, call.packed)
     problem, gpu = row_problem(call.kind, x, 1.5 if call.packed else 2), gpu_of(x)
     return select(IMPLS, problem, gpu, call.impl).load().forward_plan(problem, gpu, tensors, call)
@@ -180,7 +183,7 @@ def activated(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("flashkernels::activation", mutates_args=())
 def activation_op(x: Tensor, kind: str, packed: bool, impl: str) -> Tensor:
-    return forward((x,), Activation(kind, packed, impl))
+    return forward((x,), (kind, packed, impl))
 
 
 @activation_op.register_fake

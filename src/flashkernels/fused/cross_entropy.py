@@ -16,7 +16,7 @@ from flashkernels.fused.norm import accumulator
 from flashkernels.fused.problem import LossProblem
 from flashkernels.fused.rows import DTYPES, Plans, Run, check_choice, check_number, check_rows, gpu_of, nothing
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import followed_only, unwatched
+from flashkernels.jit.eager import followed_only
 
 REDUCTIONS = ("mean", "sum", "none")
 SHIFT = 12  # gradients of logits are up to 2 ** 12 times those of a mean: far from both ends of fp16
@@ -80,13 +80,13 @@ def cross_entropy(
     >>> torch.allclose(fk.fused.cross_entropy(logits, targets), plain)
     True
     """
-    call = _loss(ignore_index, label_smoothing, z_loss, reduction, softcap, impl)
-    check_rows("logits", logits)
-    check_targets(targets, logits, "logits")
-    if unwatched((logits,)):
-        losses = forward((logits, targets), call)[0]
+    check_choice("reduction", reduction, REDUCTIONS)
+    settings = (ignore_index, label_smoothing, z_loss, softcap, impl)
+    run = forward.ready((logits, targets), settings)
+    if run is not None:
+        losses = run(logits, targets)[0]
     else:
-        losses = cross_entropy_op(logits, targets, *call)[0]
+        losses = cross_entropy_op(logits, targets, *_checked(logits, targets, settings))[0]  # the errors of eager
     return _reduced(losses, targets, ignore_index, reduction)
 
 
@@ -116,7 +116,8 @@ def linear_cross_entropy(
     >>> weight.grad.shape
     torch.Size([1000, 64])
     """
-    loss = _loss(ignore_index, label_smoothing, z_loss, reduction, softcap, impl)
+    check_choice("reduction", reduction, REDUCTIONS)
+    loss = _loss(ignore_index, label_smoothing, z_loss, softcap, impl)
     check_rows("x", x)
     x, weight, bias = lowered(x, weight, bias)
     check_weight(x, weight, bias)
@@ -139,10 +140,14 @@ def linear_cross_entropy(
     return _reduced(losses, targets, ignore_index, reduction)
 
 
-def _loss(
-    ignore_index: int, label_smoothing: float, z_loss: float, reduction: str, softcap: float, impl: str
-) -> Loss:  # fmt: skip
-    check_choice("reduction", reduction, REDUCTIONS)
+def _checked(logits: Tensor, targets: Tensor, settings: tuple[Any, ...]) -> Loss:
+    call = _loss(*settings)
+    check_rows("logits", logits)
+    check_targets(targets, logits, "logits")
+    return call
+
+
+def _loss(ignore_index: int, label_smoothing: float, z_loss: float, softcap: float, impl: str) -> Loss:
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, (int, torch.SymInt)):
         raise TypeError(f"ignore_index={ignore_index!r} must be an int, got {type(ignore_index).__name__}")
     for name, value in (("label_smoothing", label_smoothing), ("z_loss", z_loss), ("softcap", softcap)):
@@ -248,8 +253,10 @@ def loss_problem(logits: Tensor, grads: bool) -> LossProblem:
     return LossProblem(math.prod(rows), vocab, 0, DTYPES[logits.dtype], logits.device.type, grads)
 
 
-def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
-    problem, gpu = loss_problem(tensors[0], False), gpu_of(tensors[0])
+def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
+    logits, targets = tensors
+    call = _checked(logits, targets, settings)
+    problem, gpu = loss_problem(logits, False), gpu_of(logits)
     return select(IMPLS, problem, gpu, call.impl).load().forward_plan(problem, gpu, tensors, call)
 
 

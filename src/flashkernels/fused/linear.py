@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _is_any_autocast_enabled as any_autocast
+from torch.compiler import is_compiling
 
 from flashkernels.dispatch import Impl, lacks_triton, leaves_the_cpu, select
 from flashkernels.fused.activation import Activation, activated, activation_backward_op
@@ -16,7 +18,6 @@ from flashkernels.fused.problem import ACTIVATIONS, LinearProblem
 from flashkernels.fused.rows import DTYPES, Plans, Run, check_choice, check_rows, gpu_of, nothing, registered
 from flashkernels.fused.triton.linear_tiles import LinearTile, forced_tile
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import unwatched
 
 # What decides between one kernel and cuBLAS with the activation after it. Speed of our product, cuBLAS's being 1: with
 # SwiGLU 0.99 and 1.01, with GELU 0.81 and 0.87, where both ways then take the same time (H200, 2026-11-15, bf16, 4096
@@ -178,10 +179,14 @@ def _call(
     x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None,
     settings: tuple[str, bool, bool, float, bool], impl: str,
 ) -> Tensor:  # fmt: skip
-    x, weight, bias = lowered(x, weight, bias)
+    compiling = is_compiling()  # which can trace neither of the two questions that it spares
+    if compiling or any_autocast():
+        x, weight, bias = lowered(x, weight, bias)
     tensors = (x, norm_weight, weight, bias)
-    if unwatched(tensors):
-        return forward(tensors, Linear(*settings, False, impl, forced_tile()))[0]
+    run = None if compiling else forward.ready(tensors, (*settings, False, impl, forced_tile()))
+    if run is not None:
+        found: Tensor = run(*tensors)[0]
+        return found
     _check(*tensors, Linear(*settings, False, impl))  # the same errors as eager
     saved = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in tensors)
     return linear_op(*tensors, *settings, saved, impl)[0]
@@ -233,8 +238,8 @@ def linear_problem(x: Tensor, weight: Tensor, call: Linear) -> LinearProblem:
     return LinearProblem(rows, n, depth, DTYPES[x.dtype], x.device.type, call.activation, *flags)
 
 
-def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
-    x, norm_weight, weight, bias = tensors
+def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
+    (x, norm_weight, weight, bias), call = tensors, Linear(*settings)
     _check(x, norm_weight, weight, bias, call)
     problem, gpu = linear_problem(x, weight, call), gpu_of(x)
     table = NORM_IMPLS if call.normed else IMPLS

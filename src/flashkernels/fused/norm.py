@@ -25,10 +25,10 @@ from flashkernels.fused.rows import (
     row_problem,
 )
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import unwatched
 
 NUMERICS = ("fp32", "hf")
 QUANTISE = {"fp8": (torch.float8_e4m3fn, 448), "int8": (torch.int8, 127)}  # dtype, largest number
+QUANTISED = (None, *QUANTISE)
 
 # Best first. "auto" takes the first row that does not reject the problem. `torch` is in this file.
 IMPLS = (
@@ -111,15 +111,14 @@ def _call(
     numerics: str, quantise: str | None, impl: str,
 ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     check_choice("numerics", numerics, NUMERICS)
-    check_choice("quantise", quantise, (None, *QUANTISE))
-    small = quantise or ""
-    tensors = (x, weight, bias, residual)
-    if unwatched(tensors):
-        found = forward(tensors, Norm(centred, eps, numerics == "hf", small, False, impl))
+    check_choice("quantise", quantise, QUANTISED)
+    small, rounded = quantise or "", numerics == "hf"
+    run = forward.ready((x, weight, bias, residual), (centred, eps, rounded, small, False, impl))
+    if run is not None:
+        out, total, scale, _, _ = run(x, weight, bias, residual)
     else:
         _check(x, weight, bias, residual, eps)  # the same errors as eager
-        found = norm_op(x, weight, bias, residual, centred, eps, numerics == "hf", small, impl)
-    out, total, scale = found[:3]
+        out, total, scale, _, _ = norm_op(x, weight, bias, residual, centred, eps, rounded, small, impl)
     if quantise is None:
         return out if residual is None else (out, total)
     return (out, scale) if residual is None else (out, scale, total)
@@ -153,8 +152,8 @@ def check_vector(name: str, y: Tensor | None, x: Tensor) -> None:
         raise ValueError(f"{name}.device={y.device} differs from x.device={x.device}")
 
 
-def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
-    x, weight, bias, residual = tensors
+def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
+    (x, weight, bias, residual), call = tensors, Norm(*settings)
     _check(x, weight, bias, residual, call.eps)
     written = 1 / x.element_size() if call.quantise else 1
     streams = written + (1 if residual is None else 3)
@@ -257,7 +256,7 @@ def norm_op(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, centred: bool, eps: float,
     rounded: bool, quantise: str, impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return registered(forward((x, weight, bias, residual), Norm(centred, eps, rounded, quantise, True, impl)), x)
+    return registered(forward((x, weight, bias, residual), (centred, eps, rounded, quantise, True, impl)), x)
 
 
 @norm_op.register_fake

@@ -21,7 +21,6 @@ from flashkernels.fused.rows import (
     needs_triton,
 )
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import unwatched
 
 SCALING = (None, "linear", "ntk", "yarn", "llama3")
 
@@ -71,8 +70,10 @@ def rope(
     (torch.Size([2, 5, 8, 64]), True)
     """
     tensors = (q, k, cos, sin, position_ids)
-    if unwatched(tensors):
-        return _run(tensors, Rope(rotary_dim, interleaved, False, inplace, impl))
+    run = _planned.ready(tensors, (rotary_dim, interleaved, False, inplace, impl))
+    if run is not None:
+        found: tuple[Tensor, Tensor] = run(*tensors)
+        return found
     _check(q, k, cos, sin, position_ids, rotary_dim, inplace)  # the same errors as eager
     turned = _rotary_dim(q, cos, rotary_dim)
     if not inplace:
@@ -216,8 +217,8 @@ def _check_positions(position_ids: Tensor, positions: int) -> None:
         raise ValueError(f"position_ids goes from {least} to {most}; cos has positions 0 to {positions - 1}")
 
 
-def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
-    q, k, cos, sin, position_ids = tensors
+def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
+    (q, k, cos, sin, position_ids), call = tensors, Rope(*settings)
     _check(q, k, cos, sin, position_ids, call.rotary_dim, call.inplace)
     call = call._replace(rotary_dim=_rotary_dim(q, cos, call.rotary_dim))
     heads, tokens = q.shape[2] + k.shape[2], q.shape[0] * q.shape[1]
@@ -228,11 +229,6 @@ def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
 
 
 _planned = Plans(_plan)
-
-
-def _run(tensors: tuple[Any, ...], call: Rope) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = _planned(tensors, call)
-    return found
 
 
 # --- the `torch` implementation
@@ -277,7 +273,10 @@ def rope_op(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, rotary_dim: int, interleaved: bool,
     conjugate: bool, impl: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _run((q, k, cos, sin, position_ids), Rope(rotary_dim, interleaved, conjugate, False, impl))
+    found: tuple[Tensor, Tensor] = _planned(
+        (q, k, cos, sin, position_ids), (rotary_dim, interleaved, conjugate, False, impl)
+    )
+    return found
 
 
 @rope_op.register_fake
@@ -309,7 +308,7 @@ def rope_inplace_op(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, rotary_dim: int, interleaved: bool,
     impl: str,
 ) -> None:  # fmt: skip
-    _run((q, k, cos, sin, position_ids), Rope(rotary_dim, interleaved, False, True, impl))
+    _planned((q, k, cos, sin, position_ids), (rotary_dim, interleaved, False, True, impl))
 
 
 @rope_inplace_op.register_fake

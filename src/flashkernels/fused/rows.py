@@ -8,7 +8,7 @@ The result has the dtype of the input, also under autocast: inside, everything i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from flashkernels.dispatch import lacks_triton
 from flashkernels.hardware import Gpu, detect
+from flashkernels.jit.eager import MOST_PLANS as MOST_PLANS, Plans as Plans, Run as Run  # ops have them from here
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
-MOST_PLANS = 4096
 
 
 @dataclass(frozen=True)
@@ -106,37 +106,7 @@ def check_number(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value} must be finite")
 
 
-# --- prepared launches: what shapes and settings decide is decided once per signature
-
-Run = Callable[..., Any]
-
-
-class Plans:
-    """Calls `make(tensors, settings)` for the first tensors of a signature and what that returned for all of them.
-
-    >>> double = Plans(lambda tensors, settings: lambda x: x * settings[0])
-    >>> double((torch.ones(2),), (2,))
-    tensor([2., 2.])
-    """
-
-    def __init__(self, make: Callable[[tuple[Any, ...], tuple[Any, ...]], Run]) -> None:
-        self.make = make
-        self.known: dict[Any, Run] = {}
-
-    def __call__(self, tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Any:
-        return self.find(tensors, settings)(*tensors)
-
-    def find(self, tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
-        """What a call with these would run."""
-        # Alignment matters to vector loads. 1, 1.0 and True are equal, but not equally valid.
-        key = (tuple([None if x is None else signature(x) for x in tensors]), settings, tuple(map(type, settings)))
-        run = self.known.get(key)
-        if run is None:
-            run = self.make(tensors, settings)
-            if len(self.known) >= MOST_PLANS:
-                self.known.clear()
-            self.known[key] = run
-        return run
+# --- prepared launches
 
 
 def signature(x: Tensor) -> tuple[Any, ...]:

@@ -13,7 +13,6 @@ from flashkernels.dispatch import Impl, leaves_the_cpu, select
 from flashkernels.fused.draws import MOST_TOKENS, draw
 from flashkernels.fused.rows import DTYPES, Plans, RowProblem, Run, check_number, gpu_of, needs_triton, row_problem
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import unwatched
 
 GREEDY_BELOW = 1e-5  # temperatures
 MOST_NUMBER = 3e38  # what +inf counts as: sums and differences stay numbers
@@ -126,17 +125,19 @@ def sample(
     """
     _check_logits(logits)
     given = (temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty)
-    settings = tuple([x if isinstance(x, Tensor) else None for x in given])
+    settings = NO_ROWS if PLAIN.issuperset(map(type, given)) else _rows(given)
     if seeds is None:
         seeds = torch.randint(2**63 - 1, (logits.shape[0],), dtype=torch.int64, device=logits.device)
     seed_rows = seeds if isinstance(seeds, Tensor) else None
     offset_rows = offsets if isinstance(offsets, Tensor) else None
-    numbers = _numbers(given, seeds, offsets)
+    numbers = _numbers(given, settings, seeds, offsets)
     _check_top_n(top_n, logits.shape[1])
-    call = Sample(top_n, room(numbers, settings, top_n), impl)
+    call = (top_n, room(numbers, settings, top_n), impl)  # as `Sample` has them
     tensors: tuple[Any, ...] = (logits, previous, counts, seed_rows, offset_rows, *settings)
-    if unwatched(tensors):
-        return _forward(tensors, call)(numbers)
+    run = _forward.ready(tensors, call)
+    if run is not None:
+        found: Sampled = run(numbers, *tensors)
+        return found
     _check(*tensors)  # the same errors as eager
     floats = [float(x) for x in (*numbers[:1], *numbers[2:7])]
     return Sampled(
@@ -147,17 +148,28 @@ def sample(
     )  # fmt: skip
 
 
+PLAIN = frozenset((int, float))
 NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+NO_ROWS = (None,) * len(NAMES)
 RANGES = {"temperature": (0.0, None), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
 
 
-def _numbers(given: tuple[Any, ...], seeds: int | Tensor, offsets: int | Tensor) -> Numbers:
+def _rows(given: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+    """The settings that are tensors."""
+    return tuple([x if isinstance(x, Tensor) else None for x in given])
+
+
+def _numbers(
+    given: tuple[Any, ...], settings: tuple[Tensor | None, ...], seeds: int | Tensor, offsets: int | Tensor
+) -> Numbers:
     """The settings that are numbers, checked; a tensor's is one that changes nothing."""
-    numbers = [Tensor if isinstance(x, Tensor) else x for x in given]
+    numbers = given if settings is NO_ROWS else [Tensor if isinstance(x, Tensor) else x for x in given]
     try:
         found = _checked(*numbers) if torch.compiler.is_compiling() else _known(*numbers)
     except TypeError:
         found = _checked(*numbers)  # it names what has no hash, and what is no number
+    if type(seeds) is int and type(offsets) is int and seeds | offsets < 2**63 and seeds >= 0 and offsets >= 0:
+        return Numbers(*found, seeds, offsets)
     for name, value in (("seeds", seeds), ("offsets", offsets)):
         if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, Tensor)):
             raise TypeError(f"{name}={value!r} must be a whole number or a tensor, got {type(value).__name__}")
@@ -262,7 +274,9 @@ def _check(
 # --- dispatch
 
 
-def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
+def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
+    """What it returns takes the numbers first."""
+    call = Sample(*settings)
     _check(*tensors)
     problem, gpu = row_problem("sample", tensors[0], 1), gpu_of(tensors[0])
     prepared = select(IMPLS, problem, gpu, call.impl).load().plan(problem, gpu, tensors, call)
@@ -271,10 +285,12 @@ def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
     if (counts is None or counts.stride(1) == 1) and all(x is None or x.is_contiguous() for x in settings):
         return prepared
 
-    def run(logits: Tensor, previous: Tensor | None, counts: Tensor | None, *settings: Tensor | None) -> Any:
+    def run(
+        numbers: Numbers, logits: Tensor, previous: Tensor | None, counts: Tensor | None, *settings: Tensor | None
+    ) -> Any:
         beside = None if counts is None or counts.stride(1) == 1 else counts.contiguous()
         dense = (None if x is None else x.contiguous() for x in settings)
-        return prepared(logits, previous, counts if beside is None else beside, *dense)
+        return prepared(numbers, logits, previous, counts if beside is None else beside, *dense)
 
     return run
 
@@ -287,36 +303,33 @@ _forward = Plans(_plan)
 
 def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Sample) -> Run:
     def run(
-        logits: Tensor, previous: Tensor | None, counts: Tensor | None, seeds: Tensor | None, offsets: Tensor | None,
-        *settings: Tensor | None,
-    ) -> Any:  # fmt: skip
-        def call_with(numbers: Numbers) -> Sampled:
-            rows, device = logits.shape[0], logits.device
+        numbers: Numbers, logits: Tensor, previous: Tensor | None, counts: Tensor | None, seeds: Tensor | None,
+        offsets: Tensor | None, *settings: Tensor | None,
+    ) -> Sampled:  # fmt: skip
+        rows, device = logits.shape[0], logits.device
 
-            def column(x: Tensor | None, number: float) -> Tensor:
-                return torch.full((rows,), number, device=device)[:, None] if x is None else x[:, None]
+        def column(x: Tensor | None, number: float) -> Tensor:
+            return torch.full((rows,), number, device=device)[:, None] if x is None else x[:, None]
 
-            temperature, top_k, top_p, min_p, *penalties = map(column, settings, numbers[:7])
-            if rows == 0:
-                return Sampled.empty(logits, call.top_n)
-            seen = _counted(previous, logits) if previous is not None else counts
-            greedy = ~(temperature >= GREEDY_BELOW)
-            x = _penalised(logits.float(), seen, penalties) * (1 / torch.where(greedy, 1.0, temperature))
-            x = torch.where(x.isnan(), -torch.inf, x).clamp(max=MOST_NUMBER)
-            dead = x.amax(1) == -torch.inf
-            x = torch.where(dead[:, None], 0.0, x)
-            stay = kept(x, torch.where(greedy, 1, top_k), top_p, min_p)
-            seed = torch.arange(rows, device=device) + numbers.seed if seeds is None else seeds
-            offset = torch.full((rows,), numbers.offset, device=device) if offsets is None else offsets
-            relative = torch.where(stay, x - x.amax(1, keepdim=True), -torch.inf)
-            ids = draw(relative, seed, offset, _whole(x, greedy, top_k, top_p, min_p))
-            logprobs = torch.where(dead[:, None], torch.nan, x - x.logsumexp(1, keepdim=True))
-            top_ids = torch.sort(x, dim=1, descending=True, stable=True)[1][:, : call.top_n]
-            ids = torch.where(dead, 0, ids)
-            chosen = logprobs.gather(1, ids[:, None])[:, 0]
-            return Sampled(ids, chosen, top_ids.contiguous(), logprobs.gather(1, top_ids))
-
-        return call_with
+        temperature, top_k, top_p, min_p, *penalties = map(column, settings, numbers[:7])
+        if rows == 0:
+            return Sampled.empty(logits, call.top_n)
+        seen = _counted(previous, logits) if previous is not None else counts
+        greedy = ~(temperature >= GREEDY_BELOW)
+        x = _penalised(logits.float(), seen, penalties) * (1 / torch.where(greedy, 1.0, temperature))
+        x = torch.where(x.isnan(), -torch.inf, x).clamp(max=MOST_NUMBER)
+        dead = x.amax(1) == -torch.inf
+        x = torch.where(dead[:, None], 0.0, x)
+        stay = kept(x, torch.where(greedy, 1, top_k), top_p, min_p)
+        seed = torch.arange(rows, device=device) + numbers.seed if seeds is None else seeds
+        offset = torch.full((rows,), numbers.offset, device=device) if offsets is None else offsets
+        relative = torch.where(stay, x - x.amax(1, keepdim=True), -torch.inf)
+        ids = draw(relative, seed, offset, _whole(x, greedy, top_k, top_p, min_p))
+        logprobs = torch.where(dead[:, None], torch.nan, x - x.logsumexp(1, keepdim=True))
+        top_ids = torch.sort(x, dim=1, descending=True, stable=True)[1][:, : call.top_n]
+        ids = torch.where(dead, 0, ids)
+        chosen = logprobs.gather(1, ids[:, None])[:, 0]
+        return Sampled(ids, chosen, top_ids.contiguous(), logprobs.gather(1, top_ids))
 
     return run
 
@@ -370,7 +383,7 @@ def sample_op(
     tensors = (logits, previous, counts, seeds, offsets, *settings)
     heat, share, least, repetition, presence, frequency = numbers
     given = Numbers(heat, top_k, share, least, repetition, presence, frequency, seed, offset)
-    return tuple(_forward(tensors, Sample(top_n, capacity, impl))(given))
+    return tuple(_forward.find(tensors, (top_n, capacity, impl))(given, *tensors))
 
 
 @sample_op.register_fake

@@ -18,7 +18,6 @@ from flashkernels.fused.rows import (
     row_problem,
 )
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import unwatched
 
 # Best first. "auto" takes the first row that does not reject the problem. `torch` is in this file.
 IMPLS = (
@@ -50,7 +49,7 @@ def softmax(x: Tensor, *, impl: str = "auto") -> Tensor:
     tensor([[0.5000, 0.5000],
             [0.0000, 1.0000]])
     """
-    return _call(x, Softmax(False, impl))
+    return _call(x, (False, impl))
 
 
 def log_softmax(x: Tensor, *, impl: str = "auto") -> Tensor:
@@ -60,18 +59,21 @@ def log_softmax(x: Tensor, *, impl: str = "auto") -> Tensor:
     >>> fk.log_softmax(torch.tensor([[0.0, 1000.0]]))
     tensor([[-1000.,     0.]])
     """
-    return _call(x, Softmax(True, impl))
+    return _call(x, (True, impl))
 
 
-def _call(x: Tensor, call: Softmax) -> Tensor:
-    if unwatched((x,)):
-        return _forward((x,), call)
+def _call(x: Tensor, settings: tuple[bool, str]) -> Tensor:
+    """`settings` are those of `Softmax`, which takes longer to make."""
+    run = _forward.ready((x,), settings)
+    if run is not None:
+        found: Tensor = run(x)
+        return found
     check_rows("x", x)  # the same errors as eager
-    return softmax_op(x, *call)
+    return softmax_op(x, *settings)
 
 
-def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
-    (x,) = tensors
+def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
+    (x,), call = tensors, Softmax(*settings)
     check_rows("x", x)
     problem, gpu = row_problem("log_softmax" if call.log else "softmax", x, 2), gpu_of(x)
     return select(IMPLS, problem, gpu, call.impl).load().forward_plan(problem, gpu, tensors, call)
@@ -113,7 +115,7 @@ def backward_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...]
 
 @torch.library.custom_op("flashkernels::softmax", mutates_args=())
 def softmax_op(x: Tensor, log: bool, impl: str) -> Tensor:
-    return _forward((x,), Softmax(log, impl))
+    return _forward((x,), (log, impl))
 
 
 @softmax_op.register_fake

@@ -12,7 +12,6 @@ from flashkernels.fused.draws import ACCEPT, MOST_TOKENS, NEW_SEGMENT, NEW_TOKEN
 from flashkernels.fused.rows import Plans, RowProblem, Run, check_number, gpu_of, needs_triton, row_problem
 from flashkernels.fused.sampling import ALLOWED, GREEDY_BELOW, INTEGERS, MOST_NUMBER, check_tensor
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import unwatched
 
 MOST_NODES = 1024
 
@@ -116,10 +115,12 @@ def speculative_accept(
         1.0 if isinstance(temperature, Tensor) else float(temperature), 0 if isinstance(seeds, Tensor) else seeds,
         0 if isinstance(offsets, Tensor) else offsets,
     )  # fmt: skip
-    call = Accept(target_logits is not None, impl)
+    call = (target_logits is not None, impl)  # as `Accept` has them
     tensors = (draft_ids, target, draft_probs, parents, heats, seed_rows, offset_rows)
-    if unwatched(tensors):
-        return _forward(tensors, call)(numbers)
+    run = _forward.ready(tensors, call)
+    if run is not None:
+        found: Accepted = run(numbers, *tensors)
+        return found
     _check(*tensors)  # the same errors as eager
     return Accepted(*accept_op(*tensors, *numbers, *call))
 
@@ -158,9 +159,10 @@ def _check(
 # --- dispatch
 
 
-def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
+def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
+    """What it returns takes the numbers first."""
     _check(*tensors)
-    target = tensors[1]
+    target, call = tensors[1], Accept(*settings)
     problem, gpu = row_problem("speculative_accept", target, 1), gpu_of(target)
     return select(IMPLS, problem, gpu, call.impl).load().plan(problem, gpu, tensors, call)
 
@@ -173,17 +175,14 @@ _forward = Plans(_plan)
 
 def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Accept) -> Run:
     def run(
-        draft_ids: Tensor, target: Tensor, draft_probs: Tensor | None, parents: Tensor | None, heats: Tensor | None,
-        seeds: Tensor | None, offsets: Tensor | None,
-    ) -> Any:  # fmt: skip
-        def call_with(numbers: Numbers) -> Accepted:
-            rows, device = draft_ids.shape[0], draft_ids.device
-            heat = torch.full((rows,), numbers.temperature, device=device) if heats is None else heats
-            seed = torch.arange(rows, device=device) + numbers.seed if seeds is None else seeds
-            offset = torch.full((rows,), numbers.offset, device=device) if offsets is None else offsets
-            return _accepted(draft_ids.long(), _distributions(target, heat, call), draft_probs, parents, seed, offset)
-
-        return call_with
+        numbers: Numbers, draft_ids: Tensor, target: Tensor, draft_probs: Tensor | None, parents: Tensor | None,
+        heats: Tensor | None, seeds: Tensor | None, offsets: Tensor | None,
+    ) -> Accepted:  # fmt: skip
+        rows, device = draft_ids.shape[0], draft_ids.device
+        heat = torch.full((rows,), numbers.temperature, device=device) if heats is None else heats
+        seed = torch.arange(rows, device=device) + numbers.seed if seeds is None else seeds
+        offset = torch.full((rows,), numbers.offset, device=device) if offsets is None else offsets
+        return _accepted(draft_ids.long(), _distributions(target, heat, call), draft_probs, parents, seed, offset)
 
     return run
 
@@ -259,7 +258,7 @@ def accept_op(
     seeds: Tensor | None, offsets: Tensor | None, temperature: float, seed: int, offset: int, logits: bool, impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     tensors = (draft_ids, target, draft_probs, parents, heats, seeds, offsets)
-    return tuple(_forward(tensors, Accept(logits, impl))(Numbers(temperature, seed, offset)))
+    return tuple(_forward.find(tensors, (logits, impl))(Numbers(temperature, seed, offset), *tensors))
 
 
 @accept_op.register_fake

@@ -13,7 +13,8 @@ from ctypes import byref, c_int, c_void_p
 from typing import Any
 
 LIBRARY = "libcuda.so.1"
-EARLY_START = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+# CU_LAUNCH_ATTRIBUTE_COOPERATIVE, _CLUSTER_DIMENSION and _PROGRAMMATIC_STREAM_SERIALIZATION
+COOPERATIVE, CLUSTER, EARLY_START = 2, 4, 6
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 DTYPES = {"fp8": 0, "fp16": 6, "fp32": 7, "bf16": 9}  # CUtensorMapDataType; FP8 travels as bytes
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle
@@ -56,10 +57,18 @@ class Library:
 class Kernel:
     """One entry point (`extern "C"`), which takes one struct by value and `shared` bytes of dynamic shared memory."""
 
-    def __init__(self, code: bytes | Library, name: str, shared: int, early: bool = False) -> None:
+    def __init__(
+        self, code: bytes | Library, name: str, shared: int, early: bool = False, cooperative: bool = False,
+        cluster: int = 0,
+    ) -> None:  # fmt: skip
         self.library = code if isinstance(code, Library) else Library(code)
         self.name, self.shared = name, shared
-        self.early = early  # may start before the kernel ahead of it ends, and waits for it itself
+        self.attributes = [
+            *([Attribute(COOPERATIVE, 0, (1,))] if cooperative else ()),  # all blocks run at once: they may wait
+            *([Attribute(CLUSTER, 0, (cluster, 1, 1))] if cluster else ()),  # so many blocks are neighbours
+            # may start before the kernel ahead of it ends, and waits for it itself
+            *([Attribute(EARLY_START, 0, (1,))] if early else ()),
+        ]
         self.lock = threading.Lock()
         self.start: Callable[..., int] | None = None  # cuLaunchKernel of this kernel
         self.prepared: set[int] = set()  # devices
@@ -69,7 +78,7 @@ class Kernel:
 
         `parameters` is the address of the struct. The driver copies it before this returns, with the GIL held.
         """
-        self.start_with(grid, block, stream, _slot(parameters))
+        self.start_with(grid, block, stream, slot(parameters))
 
     def start_with(self, grid: int, block: int, stream: int, parameters: ctypes.Array[c_void_p]) -> None:
         """As `launch`, of a kernel that takes several parameters: `parameters` are their addresses."""
@@ -95,7 +104,8 @@ class Kernel:
                 handle = self.library.handle(self.name)
                 self.library.allow(self.name, handle, self.shared, device)
                 call("cuKernelGetFunction", byref(c_void_p()), handle)  # loads its code there now, not at the launch
-                self.start = early_start(handle) if self.early else functools.partial(launcher().cuLaunchKernel, handle)
+                plain = functools.partial(launcher().cuLaunchKernel, handle)
+                self.start = start_with_attributes(handle, self.attributes) if self.attributes else plain
                 self.prepared.add(device)
 
 
@@ -194,10 +204,10 @@ class Config(ctypes.Structure):
     )  # fmt: skip
 
 
-def early_start(handle: c_void_p) -> Callable[..., int]:
-    """cuLaunchKernel of a kernel, but with programmatic stream serialisation. One call at a time."""
-    attribute = Attribute(EARLY_START, 0, (1,))
-    config = Config(attributes=ctypes.pointer(attribute), count=1)
+def start_with_attributes(handle: c_void_p, attributes: list[Attribute]) -> Callable[..., int]:
+    """cuLaunchKernel of a kernel, but with launch attributes. One call at a time."""
+    kept = (Attribute * len(attributes))(*attributes)
+    config = Config(attributes=ctypes.cast(kept, ctypes.POINTER(Attribute)), count=len(attributes))
     launch, address = launcher().cuLaunchKernelEx, byref(config)
 
     def start(gx: int, gy: int, gz: int, bx: int, by: int, bz: int, shared: int, stream: c_void_p, *rest: Any) -> int:
@@ -231,6 +241,6 @@ def _pointer(address: int) -> c_void_p:
 
 
 @functools.lru_cache(maxsize=1024)
-def _slot(address: int) -> ctypes.Array[c_void_p]:
+def slot(address: int) -> ctypes.Array[c_void_p]:
     """The array of pointers to parameters that the driver takes: one pointer."""
     return (c_void_p * 1)(address)

@@ -1,14 +1,21 @@
-"""Whether a call may skip torch's dispatcher and go straight to its kernel."""
+"""Eager calls: whether one may skip torch's dispatcher, and what it then runs, prepared once for each kind of call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import maybe_current_level as transforms
+from torch.compiler import is_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+MOST_PLANS = 4096
+compiled: Any = torch._C._dynamo.guards  # what torch.compile's own code calls: comparing and allocating in little time
 _watchers = 0
 
 
@@ -26,22 +33,167 @@ def watched() -> Iterator[None]:
 def unwatched(tensors: Iterable[Tensor | None]) -> bool:
     """Whether these are plain dense tensors that neither compile, autograd, a dispatch mode, a transform nor a profiler
     follows."""
-    return _plain(tensors, torch.is_grad_enabled())
+    return alone() and plain(tensors) and not (torch.is_grad_enabled() and tracked(tensors))
 
 
 def followed_only(tensors: Iterable[Tensor | None]) -> bool:
     """The same, but autograd may."""
-    return _plain(tensors, False)
+    return alone() and plain(tensors)
 
 
-def _plain(tensors: Iterable[Tensor | None], grad: bool) -> bool:
-    if torch.compiler.is_compiling() or _watchers:
-        return False
+def alone() -> bool:
+    """Whether neither compile, a dispatch mode, a transform nor a profiler follows what this thread does."""
+    return not (is_compiling() or _watchers or is_in_torch_dispatch_mode()) and transforms() is None
+
+
+def plain(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether these are dense tensors with memory, of no class of their own."""
     for x in tensors:
         if x is None:
             continue
         if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
             return False
-        if x.is_meta or (grad and x.requires_grad) or x.layout is not torch.strided:
+        if x.is_meta or x.layout is not torch.strided:
             return False
-    return not is_in_torch_dispatch_mode() and torch._C._functorch.maybe_current_level() is None
+    return True
+
+
+def tracked(tensors: Iterable[Tensor | None]) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
+
+
+# --- prepared calls: what shapes and settings decide is decided once
+
+Run = Callable[..., Any]
+
+
+class Plan:
+    """What runs all calls of a kind, and how to tell such a call in less time than a look-up takes."""
+
+    def __init__(self, run: Run, tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> None:
+        self.run, self.settings, self.types = run, settings, [*map(type, settings)]
+        self.given = chosen([i for i, x in enumerate(tensors) if x is not None])
+        self.missing = chosen([i for i, x in enumerate(tensors) if x is None])
+        self.none = self.missing(tensors)
+        given = self.given(tensors)
+        self.device = next((x.device.index for x in given if x.is_cuda), None)
+        self.alike = guards(given) if plain(given) and not any(x.data_ptr() & 15 for x in given) else None
+
+    def serves(self, tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> bool:
+        """Whether this is another call of the kind. False, too, where only `kind_of` can tell."""
+        if settings != self.settings or self.missing(tensors) != self.none or [*map(type, settings)] != self.types:
+            return False
+        given = self.given(tensors)
+        if self.alike is None or not self.alike(*given):
+            return False
+        places = 0
+        for x in given:
+            places |= x.data_ptr()
+        return not places & 15
+
+    def placed(self) -> Run:
+        """What runs it with its device as the current one."""
+        if self.device is None or self.device == torch._C._cuda_getDevice():
+            return self.run
+        return functools.partial(_run_on, self.device, self.run)
+
+
+def chosen(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """What takes these of a tuple."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    first = places[0] if places else 0
+    return operator.itemgetter(slice(first, first + len(places)))
+
+
+def guards(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
+    """What torch.compile compares tensors by: types, shapes, strides, dtypes, devices, and who follows them."""
+    sizes, strides = [[*x.shape] for x in tensors], [[*x.stride()] for x in tensors]
+    guard = compiled.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    check: Callable[..., bool] = guard.check
+    return check
+
+
+class Plans:
+    """The prepared calls of one op: `make(tensors, settings)` checks and prepares the first of each kind.
+
+    A kind of call is the type, shape, strides, dtype, device and alignment of each tensor, and the settings with their
+    types: 1, 1.0 and True are equal, but not equally valid. Most calls are of the kind of the last one.
+
+    >>> double = Plans(lambda tensors, settings: lambda x: x * settings[0])
+    >>> double((torch.ones(2),), (2,))
+    tensor([2., 2.])
+    """
+
+    def __init__(self, make: Callable[[tuple[Any, ...], tuple[Any, ...]], Run]) -> None:
+        self.make = make
+        self.known: dict[Any, Plan] = {}  # of plain tensors
+        self.last: Plan | None = None  # one of them
+
+    def __call__(self, tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Any:
+        return self.find(tensors, settings)(*tensors)
+
+    def find(self, tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
+        """What to call with these tensors, once torch has seen the call."""
+        kind = kind_of(tensors, settings)
+        return (self.known.get(kind) or self.prepared(kind, tensors, settings)).placed()
+
+    def ready(self, tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run | None:
+        """The same, if the call may skip torch's dispatcher; None where torch has to see it, and where something is no
+        tensor or no setting, which is left to the op's checks. Raises what `make` does."""
+        if not alone():
+            return None
+        plan, kind = self.last, None
+        try:
+            if plan is None or not plan.serves(tensors, settings):
+                if not plain(tensors):
+                    return None
+                kind = kind_of(tensors, settings)
+                plan = self.known.get(kind)
+        except (RuntimeError, TypeError):  # settings that cannot be compared, or have no hash
+            return None
+        if torch.is_grad_enabled() and tracked(tensors):
+            return None
+        self.last = plan = plan or self.prepared(kind, tensors, settings)
+        return plan.placed()
+
+    def prepared(self, kind: Any, tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Plan:
+        """Made, and kept if the tensors are plain: then those of all calls of the kind are."""
+        plan = Plan(self.make(tensors, settings), tensors, settings)
+        if plain(tensors):
+            if len(self.known) >= MOST_PLANS:
+                self.known.clear()
+            self.known[kind] = plan
+        return plan
+
+
+def kind_of(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All that a plan may depend on. Alignment matters to TMA and to vector loads."""
+    kind: list[Any] = [settings, *map(type, settings)]
+    for x in tensors:
+        if x is None:
+            kind.append(None)
+        else:
+            kind += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15, type(x))
+    return tuple(kind)
+
+
+def _run_on(device: int, run: Run, *arguments: Any) -> Any:
+    with torch.cuda.device(device):
+        return run(*arguments)
+
+
+def room(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, strides: Sequence[int] | None = None
+) -> Callable[[], Tensor]:
+    """What makes such tensors, to be filled, contiguous where no strides are given. On a GPU it is the current one, and
+    it takes half the time of `torch.empty`.
+
+    >>> room((2, 3), torch.float32, torch.device("cpu"))().stride()
+    (3, 1)
+    """
+    if strides is None:
+        strides = torch.empty(shape, device="meta").stride()
+    if device.type == "cuda":
+        return functools.partial(compiled._empty_strided_cuda, tuple(shape), strides, dtype)
+    return functools.partial(torch.empty_strided, tuple(shape), strides, dtype=dtype, device=device)

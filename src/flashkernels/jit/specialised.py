@@ -89,19 +89,9 @@ class TritonProgram:
             return
         source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
         made = triton.compile(source, target=GPUTarget("cuda", self.cc, 32), options=vars(self.options))
-        said = made.metadata
-        unknown = {
-            "clusters": said.num_ctas != 1, "a cooperative grid": said.launch_cooperative_grid,
-            "scratch memory": said.global_scratch_size or said.profile_scratch_size,
-        }  # fmt: skip
-        if any(unknown.values()):
-            needs = ", ".join(name for name, on in unknown.items() if on)
+        if needs := unknown(made.metadata):
             raise RuntimeError(f"{self.label}: launched from our cache it cannot have {needs}")
-        facts = {
-            "name": said.name, "shared": said.shared, "threads": 32 * said.num_warps, "early": said.launch_pdl,
-            "label": self.label,
-            "signature": list(self.signature.values()), "maps": getattr(said, "tensordesc_meta", None) or [],
-        }  # fmt: skip
+        facts = {**facts_of(made), "label": self.label}
         cache.store(self.key, ".json", json.dumps(facts).encode())
         cache.store(self.key, ".cubin", made.asm["cubin"])
         stocked.cache_clear()
@@ -187,9 +177,9 @@ def specialise(kernel: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
     return found
 
 
-# --- launching what the cache has
+# --- launching what the cache has, or what the JIT has compiled
 
-_loaded: dict[str, Loaded] = {}
+_loaded: dict[str, Loaded] = {}  # by our key of a program, or Triton's
 _lock = threading.Lock()
 
 
@@ -208,109 +198,157 @@ def loaded(program: TritonProgram, look: bool = True) -> Loaded | None:
     return found
 
 
+def compiled(made: Any) -> Loaded | None:
+    """What Triton's JIT has compiled, ready to be launched; None where only Triton can launch it."""
+    found = _loaded.get(made.hash)
+    if found is None and not unknown(made.metadata):
+        with _lock:
+            found = _loaded.setdefault(made.hash, Loaded(made.asm["cubin"], facts_of(made)))
+    return found
+
+
+def unknown(said: Any) -> str:
+    """What a kernel with this metadata needs of its launch that is not known here."""
+    needs = {
+        "clusters": said.num_ctas != 1, "a cooperative grid": said.launch_cooperative_grid,
+        "scratch memory": said.global_scratch_size or said.profile_scratch_size,
+    }  # fmt: skip
+    return ", ".join(name for name, on in needs.items() if on)
+
+
+def facts_of(made: Any) -> dict[str, Any]:
+    """What a launch has to know of a kernel, beside its machine code."""
+    said = made.metadata
+    return {
+        "name": said.name, "shared": said.shared, "threads": 32 * said.num_warps, "early": said.launch_pdl,
+        "signature": list(made.src.signature.values()), "maps": getattr(said, "tensordesc_meta", None) or [],
+    }  # fmt: skip
+
+
 class Loaded:
-    """A cubin that Triton made, launched through the driver; called like `launch.Direct`."""
+    """A cubin that Triton made, which is launched through the driver, by any number of `Parameters`."""
 
     def __init__(self, cubin: bytes, facts: dict[str, Any]) -> None:
         self.kernel = driver.Kernel(cubin, facts["name"], facts["shared"], facts["early"])
         self.threads = facts["threads"]
-        self.layout = layout(facts["signature"])
+        self.signature = facts["signature"]
         self.formats = facts["maps"]
-        size = self.layout.packing.size
-        self.buffer = ctypes.create_string_buffer(size + 64)
-        first = -ctypes.addressof(self.buffer) % 64
-        self.write = functools.partial(self.layout.packing.pack_into, self.buffer, first)
-        start = ctypes.addressof(self.buffer) + first
-        self.parameters = (ctypes.c_void_p * len(self.layout.offsets))(*(start + at for at in self.layout.offsets))
-        self.numbers: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None
-        self.maps: dict[tuple[int, ...], bytes] = {}
         self.lock = threading.Lock()
 
-    def __call__(
-        self, grid: int, stream: int, tensors: tuple[Any, ...], numbers: tuple[Any, ...], constants: Any
-    ) -> None:
-        if self.numbers is None:
-            self.numbers = self.layout.chosen(len(tensors), len(numbers))
-        # What is not None is a tensor, the address of one, or a Descriptor.
-        values = self._described(tensors) if self.formats else [x.data_ptr() for x in tensors if x is not None]
-        with self.lock:  # the driver copies the parameters before it returns
-            self.write(*values, *self.numbers(numbers), 0, 0)
-            self.kernel.start_with(grid, self.threads, stream, self.parameters)
 
-    def _described(self, tensors: tuple[Any, ...]) -> list[Any]:
-        values: list[Any] = []
-        described = 0
-        for x in tensors:
+class Parameters:
+    """The parameters of a kernel as the driver reads them, for launches of one kind. A launch writes what differs from
+    the one before: pointers always, the map of a tensor where its address is another, numbers where their tuple is."""
+
+    def __init__(self, loaded: Loaded, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
+        self.loaded, self.lock = loaded, loaded.lock
+        self.start, self.threads = loaded.kernel.start_with, loaded.threads
+        found = layout(loaded.signature)
+        self.buffer = ctypes.create_string_buffer(found.size + 64)
+        first = -ctypes.addressof(self.buffer) % 64
+        start = ctypes.addressof(self.buffer) + first
+        self.addresses = (ctypes.c_void_p * len(found.offsets))(*(start + at for at in found.offsets))
+        self.words = (ctypes.c_uint64 * (found.size // 8)).from_buffer(self.buffer, first)
+        self.pointers: list[tuple[int, int]] = []  # which of the words, and which of the tensors
+        self.maps: list[Map] = []
+        at = 0
+        for i, x in enumerate(tensors):
             if x is None:
                 continue
-            if hasattr(x, "data_ptr"):
-                values.append(x.data_ptr())
+            offset = found.offsets[at]
+            if hasattr(x, "data_ptr"):  # a tensor, or the address of one
+                self.pointers.append((offset // 8, i))
+                at += 1
             else:
-                values.append(self._map(described, x))
-                values += x.shape
-                values += x.strides
-                described += 1
-        return values
+                self.maps.append(Map(loaded.formats[len(self.maps)], i, self.buffer, first + offset))
+                at += 1 + len(x.shape) + len(x.strides)
+        left = [i for i in range(len(numbers)) if loaded.signature[len(tensors) + i] != "constexpr"]
+        self.chosen = operator.itemgetter(*left) if len(left) > 1 else lambda values: tuple(values[i] for i in left)
+        self.write = functools.partial(found.packing(at).pack_into, self.buffer, first + found.offsets[at])
+        self.numbers: tuple[Any, ...] | None = None
 
-    def _map(self, index: int, x: Any) -> bytes:
-        key = (index, x.base.data_ptr(), *x.shape, *x.strides)
-        found = self.maps.get(key)
+    def __call__(self, grid: int, stream: int, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
+        words = self.words
+        with self.lock:  # the driver copies the parameters before it returns
+            for at, i in self.pointers:
+                words[at] = tensors[i].data_ptr()
+            for one in self.maps:
+                one.write(tensors[one.index])
+            if numbers is not self.numbers:
+                self.write(*self.chosen(numbers), 0, 0)
+                self.numbers = numbers
+            self.start(grid, self.threads, stream, self.addresses)
+
+
+class Map:
+    """A tensor that TMA reads, among the parameters of a kernel: its map, sizes and strides."""
+
+    def __init__(self, form: dict[str, Any], index: int, buffer: ctypes.Array[ctypes.c_char], at: int) -> None:
+        self.form, self.index = form, index
+        rank = len(form["block_size"])
+        packing = struct.Struct(f"<128s{rank}i{4 * (rank % 2)}x{rank}q")
+        self.put = functools.partial(packing.pack_into, buffer, at)
+        self.written: tuple[Any, ...] = ()  # address, sizes and strides
+        self.known: dict[tuple[Any, ...], bytes] = {}
+
+    def write(self, x: Any) -> None:
+        kind = (x.base.data_ptr(), x.shape, x.strides)
+        if kind == self.written:
+            return
+        found = self.known.get(kind)
         if found is None:
-            if len(self.maps) >= MOST_MAPS:
-                self.maps.clear()
-            form = self.formats[index]
-            steps = tuple(step * form["elem_size"] for step in reversed(x.strides[:-1]))
-            sizes, box = tuple(reversed(x.shape)), tuple(reversed(form["block_size"]))
-            kind = MAP_TYPES[form["elem_type"]]
-            found = self.maps[key] = driver.encoded_map(key[1], kind, sizes, steps, box, form["swizzle"], PROMOTE_128)
-        return found
+            if len(self.known) >= MOST_MAPS:
+                self.known.clear()
+            found = self.known[kind] = self.encoded(*kind)
+        self.put(found, *x.shape, *x.strides)
+        self.written = kind
+
+    def encoded(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+        form = self.form
+        steps = tuple(step * form["elem_size"] for step in reversed(strides[:-1]))
+        sizes, box = tuple(reversed(shape)), tuple(reversed(form["block_size"]))
+        kind = MAP_TYPES[form["elem_type"]]
+        return driver.encoded_map(address, kind, sizes, steps, box, form["swizzle"], PROMOTE_128)
 
 
 @dataclass(frozen=True)
 class Layout:
     """Where a kernel's parameters are in one block of memory, in its order, scratch pointers last."""
 
-    packing: struct.Struct
+    letters: tuple[str, ...]  # of `struct`, by parameter
     offsets: tuple[int, ...]
-    constant: tuple[bool, ...]  # by argument of the kernel: it is compiled in
 
-    def chosen(self, tensors: int, numbers: int) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-        """Of the numbers, which come after the tensors, those that are not compiled in."""
-        left = [i for i in range(numbers) if not self.constant[tensors + i]]
-        if len(left) == numbers:
-            return tuple
-        if len(left) < 2:
-            return lambda values: tuple(values[i] for i in left)
-        return operator.itemgetter(*left)
+    @property
+    def size(self) -> int:
+        return self.offsets[-1] + 8
+
+    def packing(self, first: int = 0) -> struct.Struct:
+        """Of the parameters from that one on."""
+        text, end = "<", self.offsets[first]
+        for letter, at in zip(self.letters[first:], self.offsets[first:], strict=True):
+            text += (f"{at - end}x" if at > end else "") + letter
+            end = at + struct.calcsize(f"<{letter}")
+        return struct.Struct(text)
 
 
 def layout(signature: list[str]) -> Layout:
     """How parameters of these Triton types are passed.
 
     >>> found = layout(["*bf16", "i32", "constexpr", "i64"])
-    >>> found.packing.format, found.offsets
+    >>> found.packing().format, found.offsets
     ('<Qi4xqQQ', (0, 8, 16, 24, 32))
     """
-    text, offsets, at = "<", [], 0
-
-    def add(letter: str, align: int, size: int) -> None:
-        nonlocal text, at
-        gap = -at % align
-        text += (f"{gap}x" if gap else "") + letter
-        offsets.append(at + gap)
-        at += gap + size
-
+    letters: list[str] = []
     for kind in signature:
-        if kind == "constexpr":
-            continue
         if kind.startswith("tensordesc"):
             rank = kind[kind.index("[") : kind.index("]")].count(",") + 1
-            add("128s", 64, 128)
-            for letter in "i" * rank + "q" * rank:
-                add(letter, struct.calcsize(letter), struct.calcsize(letter))
-            continue
-        letter = "Q" if kind.startswith("*") else LETTERS[kind]
-        add(letter, struct.calcsize(letter), struct.calcsize(letter))
-    add("Q", 8, 8)
-    add("Q", 8, 8)
-    return Layout(struct.Struct(text), tuple(offsets), tuple(kind == "constexpr" for kind in signature))
+            letters += ["128s", *"i" * rank, *"q" * rank]
+        elif kind != "constexpr":
+            letters.append("Q" if kind.startswith("*") else LETTERS[kind])
+    offsets, at = [], 0
+    for letter in (letters := [*letters, "Q", "Q"]):
+        size = struct.calcsize(f"<{letter}")
+        at += -at % min(size, 64)
+        offsets.append(at)
+        at += size
+    return Layout(tuple(letters), tuple(offsets))

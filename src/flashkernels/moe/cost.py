@@ -3,7 +3,8 @@
 Tokens are taken to like all experts equally: how they do is on the device. Eager calls are not predicted, their time is
 Python's. Fitted to the suites `route` and `layer` on an H200 (2026-11-15, commit 8a98538, CUDA graphs), least squares
 of the logarithm of predicted over measured; for another GPU peak, bandwidth and number of multiprocessors scale it.
-docs/notes/moe.md says what a fit to one model tells of the other.
+What is of the Hopper kernels was fitted to their first run, the same day. docs/notes/moe.md says what a fit to one
+model tells of the other.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 from statistics import NormalDist
 
 from flashkernels.hardware import Gpu
+from flashkernels.moe.hopper.gemm_tiles import GRANULE, WEIGHT_ROWS, HopperGemmTile
+from flashkernels.moe.hopper.route_tiles import CLUSTER, own_experts, tile_of
 from flashkernels.moe.problem import BYTES, FORMATS, PHASES, GemmProblem, LayerProblem, RouteProblem
 from flashkernels.moe.triton.tiles import GemmTile, widens
 from flashkernels.moe.weights import ROUNDED
@@ -22,12 +25,21 @@ SMALL, PARTS = 1024, 16  # items that one program places, and programs that choo
 
 BANDWIDTH = 0.92  # of the datasheet's
 PRODUCTS = 0.61  # of the peak, by tiles that are full
+HOPPER = 0.74  # likewise, by those of the Hopper kernel
 EXPOSED = 0.23  # share of the shorter one of traffic and arithmetic that the longer one does not hide
 UNPACK = 14.5e-12  # seconds of a multiprocessor for a weight of 4 bits
 LAUNCH = 3.5e-6  # of each kernel of a layer: to start it, fill the machine and empty it
 ROUTE = 2.1e-6  # of a routing's kernel, alone
 CHOOSE = 66e-12  # seconds of a multiprocessor for a logit in each of k rounds, and two more for its power and key
 RANK = 0.68e-9  # seconds of a multiprocessor for a logit's rank among those of its expert
+# Of the routing on Hopper; its instructions are counted in the machine code.
+ALONE = 1.85e-6  # of a launch of one block, with its first logits
+FILLED = 1.2e-6  # more of one on all multiprocessors
+ISSUED = 5.2e9  # instructions of warps, by a multiprocessor in a second
+PLANNED = 1.2e-6  # sums over the warps of a block, and places from them
+MEETING = 1.1e-6  # until all blocks of a whole grid have seen that all have arrived
+L2_RATE = 5.5e12  # bytes a second
+PLACED = 3.3e-9  # seconds of a multiprocessor for one item: two stores of 4 bytes, one of them anywhere
 
 
 def route_seconds(problem: RouteProblem, gpu: Gpu) -> float:
@@ -43,19 +55,45 @@ def route_seconds(problem: RouteProblem, gpu: Gpu) -> float:
     return seconds + RANK * logits + parts * parts * problem.experts * 4 / (BANDWIDTH * gpu.bandwidth)
 
 
-def layer_seconds(problem: LayerProblem, parts: Sequence[tuple[GemmProblem, GemmTile]], gpu: Gpu) -> float | None:
-    """Of the routing, the two products on their tiles, the passes between them and the sum; None where nothing like it
-    was measured."""
+def hopper_route_seconds(problem: RouteProblem, gpu: Gpu) -> float:
+    """The same, by the Hopper kernel: a launch, instructions, blocks that meet, and stores."""
+    own = own_experts(problem.experts)
+    sort = 5 * sum(own - 1 - i for i in range(min(own, problem.k)))
+    instructions = 25 + 3 * own + sort + problem.k * (8 + own)
+    blocks = max(1, min(problem.tokens, CLUSTER) if tile_of(problem).way == "cluster" else gpu.sms)
+    share = blocks / gpu.sms
+    tokens = problem.tokens / blocks
+    seconds = ALONE + FILLED * share + tokens * instructions / ISSUED
+    if not problem.planned:
+        return seconds
+    table = blocks * blocks * problem.experts * 2 / L2_RATE  # each block reads the counts of all
+    return seconds + PLANNED + MEETING * share + table + tokens * problem.k * PLACED
+
+
+ROUTES = {"hopper": hopper_route_seconds, "triton": route_seconds}  # by implementation
+
+
+def layer_seconds(
+    problem: LayerProblem, parts: Sequence[tuple[GemmProblem, GemmTile | HopperGemmTile]], gpu: Gpu,
+    routing: str = "triton",
+) -> float | None:  # fmt: skip
+    """Of the routing by this implementation, the two products on their tiles, the passes between them and the sum;
+    None where nothing like it was measured."""
     if problem.weights not in MEASURED or problem.dtype not in ("bf16", "fp16") or problem.compute not in gpu.peak:
         return None
     tokens, items = problem.tokens, problem.tokens * problem.k
-    seconds = route_seconds(RouteProblem(tokens, problem.experts, problem.k, problem.dtype, problem.device), gpu)
+    seconds = ROUTES[routing](RouteProblem(tokens, problem.experts, problem.k, problem.dtype, problem.device), gpu)
     kernels = 1  # the sum
     moved = 2.0 * tokens * problem.hidden  # by the passes
     for product, tile in parts:
-        seconds += product_seconds(product, tile, *spread(tokens, problem.k, problem.experts, tile.block_m), gpu)
-        kernels += 1 + tile.copied + (product.weights in ROUNDED) + widens(product)
-        if tile.copied:
+        if isinstance(tile, HopperGemmTile):
+            copied = product.gather and not tile.fused
+            seconds += even_seconds(product, tile, gpu)
+        else:
+            copied = tile.copied
+            seconds += product_seconds(product, tile, *spread(tokens, problem.k, problem.experts, tile.block_m), gpu)
+        kernels += 1 + copied + (product.weights in ROUNDED) + widens(product)
+        if copied:
             moved += 2 * items * product.depth * BYTES[product.dtype]
         if product.weights in ROUNDED:
             moved += 3 * (tokens if product.gather else items) * product.depth
@@ -80,8 +118,21 @@ def product_seconds(problem: GemmProblem, tile: GemmTile, used: float, row_tiles
     return max(rounds * busy, memory) + EXPOSED * min(rounds * busy, memory)
 
 
-def stored_bytes(tile: GemmTile) -> int:
+def even_seconds(problem: GemmProblem, tile: HopperGemmTile, gpu: Gpu) -> float:
+    """Of one grouped GEMM by the Hopper kernel, whose tiles are even parts of an expert's rows. An expert's rows end
+    in the middle of a granule on average."""
+    rows = problem.rows / max(1, problem.experts) + GRANULE / 2
+    of_expert = math.ceil(rows / tile.rows)
+    rounds = math.ceil(problem.experts * of_expert * -(-problem.n // WEIGHT_ROWS) / gpu.sms)
+    each = 2 * WEIGHT_ROWS * rows / of_expert * problem.depth / (HOPPER * gpu.peak[problem.dtype] / gpu.sms)
+    memory = problem.bytes() / (BANDWIDTH * gpu.bandwidth)
+    return max(rounds * each, memory) + EXPOSED * min(rounds * each, memory)
+
+
+def stored_bytes(tile: GemmTile | HopperGemmTile) -> int:
     """Of a number of the output; sums of parts are in fp32."""
+    if isinstance(tile, HopperGemmTile):
+        return 2
     return 4 * tile.split if tile.split > 1 else 2
 
 

@@ -8,21 +8,21 @@ from flashkernels import hardware
 from flashkernels.dispatch import Verdict, select, verdicts
 from flashkernels.hardware import Gpu
 from flashkernels.moe import cost, gemm, route
+from flashkernels.moe.hopper import gemm_tiles as hopper
 from flashkernels.moe.plan import block_rows
 from flashkernels.moe.problem import GATED, GemmProblem, LayerProblem, RouteProblem
 from flashkernels.moe.triton import tiles
-from flashkernels.moe.triton.tiles import GemmTile
 from flashkernels.moe.weights import ROUNDED
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of the two products: its tile where the Triton kernel serves, and why this one."""
+    """One of the two products: its tile where a kernel of ours serves, and why this one."""
 
     name: str
     problem: GemmProblem
     impl: str
-    tile: GemmTile | None
+    tile: gemm.Tile | None
     reason: str
 
     def __str__(self) -> str:
@@ -36,8 +36,9 @@ class Explanation:
 
     problem: LayerProblem
     gpu: Gpu | None
-    verdicts: list[Verdict]
-    launches: int  # of the routing
+    verdicts: list[Verdict]  # on the routing
+    routing: str  # the implementation that serves it
+    launches: int
     parts: tuple[Part, Part]
 
     @property
@@ -52,21 +53,23 @@ class Explanation:
     def predicted(self) -> float | None:
         """Seconds of the layer in a CUDA graph, by the cost model; None where nothing like it was measured."""
         cut = [(part.problem, part.tile) for part in self.parts if part.tile]
-        return cost.layer_seconds(self.problem, cut, self.gpu) if self.gpu and len(cut) == 2 else None
+        if self.gpu is None or len(cut) < 2 or self.routing not in cost.ROUTES:
+            return None
+        return cost.layer_seconds(self.problem, cut, self.gpu, self.routing)
 
     @property
     def route_predicted(self) -> float | None:
         """Seconds of the routing alone, likewise."""
-        p, serves = self.problem, next(v.name for v in self.verdicts if v.reason is None)
-        if self.gpu is None or serves != "triton":
+        p, seconds = self.problem, cost.ROUTES.get(self.routing)
+        if self.gpu is None or seconds is None:
             return None
-        return cost.route_seconds(RouteProblem(p.tokens, p.experts, p.k, p.dtype, p.device), self.gpu)
+        return seconds(RouteProblem(p.tokens, p.experts, p.k, p.dtype, p.device), self.gpu)
 
     def __str__(self) -> str:
         lines = [f"{self.problem}"]
         lines += [f"  {v.name}: {'serves' if v.reason is None else v.reason}" for v in self.verdicts]
         alone = f", predicted {self.route_predicted * 1e6:.1f} µs" if self.route_predicted else ""
-        lines.append(f"route: {self.launches} launch{'es' if self.launches > 1 else ''}{alone}")
+        lines.append(f"route: {self.routing}, {self.launches} launch{'es' if self.launches > 1 else ''}{alone}")
         lines += map(str, self.parts)
         if self.floor is not None and self.gpu is not None:
             memory = self.problem.bytes() / self.gpu.bandwidth
@@ -81,20 +84,22 @@ class Explanation:
 
 def explain(
     tokens: int, hidden: int, inner: int, experts: int, k: int, *, dtype: str = "bf16", weights: str = "",
-    activation: str = "swiglu", gpu: str | Gpu | None = None,
+    activation: str = "swiglu", gpu: str | Gpu | None = None, impl: str = "auto",
 ) -> Explanation:  # fmt: skip
     """How `layer` would serve so many tokens.
 
     Args:
         dtype: "bf16", "fp16" or "fp32"; weights: "" or a format of `quantise`.
         gpu: the name of a GPU, present or not, or None for the one that is here (if any).
+        impl: "auto", or the name of the one implementation that must serve routing and products.
 
     >>> import flashkernels as fk
     >>> print(fk.moe.explain(64, 4096, 14336, 8, 2, gpu="h200"))  # doctest: +ELLIPSIS
     LayerProblem(tokens=64, ...
+      hopper: serves
       triton: serves
       torch: serves
-    route: 1 launch, predicted 4.2 µs
+    route: hopper, 1 launch, predicted 3.3 µs
     gate and up: 28672 x 4096, triton, tile decode-32x64x... (16.0 rows an expert: weights are the traffic, ...
     down: 4096 x 14336, triton, tile decode-32x64x... rows are the narrow side (32))
     roofline: 587... µs on NVIDIA H200, memory-bound
@@ -113,11 +118,22 @@ def explain(
         one = GemmProblem(
             tokens * k, experts, n, depth, multiplied, device, weights, kind, gathers, block, group
         )  # fmt: skip
-        impl = select(gemm.IMPLS, one, chip).name
-        first = tiles.widens(one)
-        product = replace(one, weights="", group=0) if first else one
-        tile = tiles.choose(product, chip, True, not gathers) if chip and impl == "triton" else None
-        reason = tiles.reason(product, tile) + (", weights are unpacked first" if first else "") if tile else ""
-        parts.append(Part(name, one, impl, tile, reason))
-    answers = verdicts(route.IMPLS, RouteProblem(tokens, experts, k, dtype, device), chip)
-    return Explanation(problem, chip, answers, 1 if tokens * k <= 1024 else 2, (parts[0], parts[1]))
+        serves = select(gemm.IMPLS, one, chip, impl).name
+        parts.append(Part(name, one, serves, *_tile(one, chip, serves, not gathers)))
+    wanted = RouteProblem(tokens, experts, k, dtype, device)
+    answers, routing = verdicts(route.IMPLS, wanted, chip), select(route.IMPLS, wanted, chip, impl).name
+    alone = tokens * k <= 1024 or routing == "hopper"
+    return Explanation(problem, chip, answers, routing, 1 if alone else 2, (parts[0], parts[1]))
+
+
+def _tile(problem: GemmProblem, gpu: Gpu | None, impl: str, splittable: bool) -> tuple[gemm.Tile | None, str]:
+    """How the implementation that serves a product cuts it, and why so."""
+    if impl == "hopper":
+        chosen = hopper.choose(problem)
+        return chosen, hopper.reason(problem, chosen)
+    if gpu is None or impl != "triton":
+        return None, ""
+    first = tiles.widens(problem)
+    product = replace(problem, weights="", group=0) if first else problem
+    tile = tiles.choose(product, gpu, True, splittable)
+    return tile, tiles.reason(product, tile) + (", weights are unpacked first" if first else "")

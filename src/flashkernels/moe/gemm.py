@@ -22,11 +22,14 @@ from flashkernels.fused.rows import (
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import unwatched
 from flashkernels.moe import reference
+from flashkernels.moe.hopper import gemm_tiles as hopper
+from flashkernels.moe.hopper.gemm_tiles import HopperGemmTile
 from flashkernels.moe.plan import Plan, plan_of
 from flashkernels.moe.problem import ACTIVATIONS, GATED, Epilogue, GemmProblem
 from flashkernels.moe.rows import round_rows
-from flashkernels.moe.triton.tiles import GemmTile, forced_tile
+from flashkernels.moe.triton.tiles import GemmTile
 from flashkernels.moe.weights import ROUNDED, Quantised, dequantise
+from flashkernels.tiling import override
 
 ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss
 
@@ -41,6 +44,7 @@ def needs_triton(problem: GemmProblem, gpu: Gpu | None) -> str | None:
 
 # Best first. "auto" takes the first row that does not reject the problem. `torch` is in this file.
 IMPLS = (
+    Impl("hopper", "flashkernels.moe.hopper.gemm", rejects=hopper.refuses, defers=hopper.defers),
     Impl("triton", "flashkernels.moe.triton.gemm", rejects=needs_triton, defers=leaves_the_cpu),
     Impl("torch", "flashkernels.moe.gemm"),
 )
@@ -48,6 +52,7 @@ BACKWARD = (
     Impl("triton", "flashkernels.moe.triton.backward", rejects=needs_triton, defers=leaves_the_cpu),
     Impl("torch", "flashkernels.moe.gemm"),
 )
+Tile = GemmTile | HopperGemmTile
 NAMES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -66,7 +71,7 @@ class Gemm(NamedTuple):
     out: str
     splittable: bool  # the caller adds up sums over parts of the depth
     impl: str
-    tile: GemmTile | None = None  # the one that `use_tile` gives
+    tile: Tile | None = None  # the one that `use_tile` gives
 
     @property
     def epilogue(self) -> Epilogue:
@@ -75,6 +80,19 @@ class Gemm(NamedTuple):
     @property
     def out_dtype(self) -> torch.dtype:
         return NAMES[self.out]
+
+    @property
+    def wanted(self) -> str:
+        """The name of the implementation that must serve, or "auto": a tile belongs to one."""
+        if self.impl != "auto" or self.tile is None:
+            return self.impl
+        return "hopper" if isinstance(self.tile, HopperGemmTile) else "triton"
+
+
+def forced_tile() -> Tile | None:
+    """The tile of a grouped GEMM that `use_tile` has put in force."""
+    forced = override()
+    return forced if isinstance(forced, (GemmTile, HopperGemmTile)) else None
 
 
 def grouped_gemm(
@@ -180,23 +198,31 @@ def _check(tensors: tuple[Any, ...], call: Gemm) -> None:
 def gemm_problem(tensors: tuple[Any, ...], call: Gemm) -> GemmProblem:
     x, w = tensors[:2]
     small = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+    dtype = small.get(x.dtype) or DTYPES[x.dtype]
     return GemmProblem(
-        tensors[8].shape[0], w.shape[0], w.shape[1], call.depth, small.get(x.dtype) or DTYPES[x.dtype], x.device.type,
-        call.weights, call.activation, call.gather, call.block, call.group,
+        tensors[8].shape[0], w.shape[0], w.shape[1], call.depth, dtype, x.device.type, call.weights, call.activation,
+        call.gather, call.block, call.group, "" if call.out == dtype else call.out, _addressable(x) and _addressable(w),
     )  # fmt: skip
+
+
+def _addressable(x: Tensor) -> bool:
+    """Whether TMA can read x: contiguous rows, steps of 16 bytes."""
+    aligned = x.data_ptr() % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in x.stride()[:-1])
+    return x.stride(-1) == 1 and aligned
 
 
 def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
     _check(tensors, call)
     problem, gpu = gemm_problem(tensors, call), gpu_of(tensors[0])
-    return select(IMPLS, problem, gpu, call.impl).load().gemm_plan(problem, gpu, tensors, call)
+    return select(IMPLS, problem, gpu, call.wanted).load().gemm_plan(problem, gpu, tensors, call)
 
 
 def _plan_backward(tensors: tuple[Any, ...], call: Any) -> Run:
     _, x, w, *rest = tensors
     described = gemm_problem((x, w, None, None, None, None, *rest), call.gemm)
     gpu = gpu_of(x)
-    return select(BACKWARD, described, gpu, call.gemm.impl).load().backward_plan(described, gpu, tensors, call)
+    impl = "triton" if call.gemm.impl == "hopper" else call.gemm.impl  # which has no gradients of its own
+    return select(BACKWARD, described, gpu, impl).load().backward_plan(described, gpu, tensors, call)
 
 
 class Prepared:

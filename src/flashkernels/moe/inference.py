@@ -14,7 +14,8 @@ from torch.nn.functional import linear
 
 from flashkernels.fused.rows import DTYPES, MOST_PLANS, Run, signature
 from flashkernels.moe.combine import Combine, forward as combines
-from flashkernels.moe.gemm import ALPHA, LIMIT, Gemm, forward as products
+from flashkernels.moe.gemm import ALPHA, LIMIT, Gemm, Tile, forward as products
+from flashkernels.moe.hopper.route_tiles import HopperRouteTile
 from flashkernels.moe.plan import plan_of
 from flashkernels.moe.problem import Epilogue
 from flashkernels.moe.route import Routing, call_of, forward as routings
@@ -49,7 +50,8 @@ class Settings(NamedTuple):
     gate_up: tuple[str, int, int]  # format, group, depth
     down: tuple[str, int, int]
     impl: str
-    tile: GemmTile | None
+    tile: Tile | None  # of the products, and of the routing, where `use_tile` gives one
+    route_tile: HopperRouteTile | None
 
 
 class Parts(NamedTuple):
@@ -96,7 +98,8 @@ def _first(t: Tensors, s: Settings, given: Routing | None, key: Any) -> tuple[Te
     if given is None:
         assert t.router_weight is not None
         logits = router_logits(t.x, t.router_weight, t.router_bias)
-        call = call_of(logits, *s.routing, True, s.tile.block_m if s.tile else None, s.impl)
+        block = s.tile.block_m if isinstance(s.tile, GemmTile) else None
+        call = call_of(logits, *s.routing, True, block, s.impl, s.route_tile)
         runs = [routings.find((logits, t.choice_bias, t.used), call)]
         weights, ids, *found = runs[0](logits, t.choice_bias, t.used)
         given = Routing(weights, ids, plan_of(found, call.block))

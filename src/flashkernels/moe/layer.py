@@ -14,12 +14,13 @@ from flashkernels.fused.rows import DTYPES, check_choice
 from flashkernels.jit.eager import unwatched
 from flashkernels.moe import reference
 from flashkernels.moe.combine import Combine, combined
-from flashkernels.moe.gemm import ALPHA, LIMIT, product
+from flashkernels.moe.gemm import ALPHA, LIMIT, forced_tile, product
+from flashkernels.moe.hopper.route_tiles import forced_tile as forced_route_tile
 from flashkernels.moe.inference import Settings, Tensors, gemm_calls, infer, router_logits
 from flashkernels.moe.plan import Plan
 from flashkernels.moe.problem import ACTIVATIONS, GATED, Epilogue
 from flashkernels.moe.route import Routing, route
-from flashkernels.moe.triton.tiles import forced_tile
+from flashkernels.moe.triton.tiles import GemmTile
 from flashkernels.moe.weights import Quantised
 
 FUSED = {"swiglu": fused.swiglu, "geglu": fused.geglu, "relu2_glu": fused.relu2_glu}
@@ -95,7 +96,7 @@ def layer(
     )  # fmt: skip
     logits: Tensor | None = None
     if not lowers and unwatched(tensors) and (routing is None or unwatched((routing.weights,))):
-        settings = Settings(choices, epilogue, up_format, down_format, impl, forced_tile())
+        settings = Settings(choices, epilogue, up_format, down_format, impl, forced_tile(), forced_route_tile())
         out, logits, routing = infer(tensors, settings, routing)
         out = out if x.dim() == 2 else out.view(x.shape)
         return Layered(out, logits, routing) if return_routing else out
@@ -106,10 +107,10 @@ def layer(
         routing = route(
             logits, k, score=score, renormalise=renormalise, bias=choice_bias, groups=groups, top_groups=top_groups,
             group_score=group_score, scale=scale, used=used, span=span,
-            block=tile.block_m if tile else None, impl=impl,
+            block=tile.block_m if isinstance(tile, GemmTile) else None, impl=impl,
         )  # fmt: skip
     assert routing.plan is not None
-    settings = Settings(choices, epilogue, up_format, down_format, impl, None)
+    settings = Settings(choices, epilogue, up_format, down_format, impl, None, None)
     y = _experts(tokens, w_gate_up, w_down, bias_gate_up, bias_down, routing.plan, settings)
     out = combined(y, routing.weights, everyone, routing.plan, Combine(DTYPES[x.dtype], impl)).view(x.shape)
     return Layered(out, logits, routing) if return_routing else out

@@ -48,6 +48,8 @@ class RouteProblem:
     dtype: str
     device: str
     planned: bool = True
+    groups: int = 1  # experts are chosen from the best of so many groups
+    given: bool = False  # the choice: only the regrouping is asked for
 
     def bytes(self) -> int:
         """Logits read once; weights, ids, permutation and its inverse written once, counts and offsets too."""
@@ -79,6 +81,8 @@ class GemmProblem:
     gather: bool = False
     block: int = 128
     group: int = 0  # weights of a row that share a scale
+    out: str = ""  # dtype of the output, where it is not x's
+    addressable: bool = True  # x and w lie as TMA reads them
 
     @property
     def gated(self) -> bool:

@@ -26,6 +26,11 @@ def scores_of(logits: Tensor, sigmoid: bool) -> Tensor:
     return torch.softmax(torch.where(hidden, 0.0, x), -1).masked_fill(hidden, 0.0)
 
 
+def without_sign(x: Tensor) -> Tensor:
+    """NaN alike: on a GPU torch's sort takes one with a sign for the lowest number."""
+    return x.masked_fill(x.isnan(), torch.nan)
+
+
 def best(x: Tensor, k: int) -> Tensor:
     """Where the k largest of each row are, largest first, NaN before all, ties by the lower index."""
     return torch.sort(x, dim=-1, descending=True, stable=True).indices[..., :k]
@@ -35,9 +40,9 @@ def choose(logits: Tensor, bias: Tensor | None, used: Tensor | None, call: Choic
     """Weights (T, k) and expert ids (T, k) int32."""
     scores = scores_of(logits, call.sigmoid)
     # Scores grow with logits, so without a bias the logits decide: no rounding of exp can turn two experts around.
-    choice = wide(logits) if bias is None else scores + wide(bias)
+    choice = without_sign(wide(logits) if bias is None else scores + wide(bias))
     if call.groups > 1:
-        value = scores if bias is None else choice
+        value = without_sign(scores) if bias is None else choice
         grouped = value.unflatten(-1, (call.groups, -1))
         top = grouped.sort(-1, descending=True).values[..., : 2 if call.top2 else 1].sum(-1)  # NaN sorts first
         kept = torch.zeros_like(top, dtype=torch.bool).scatter(-1, best(top, call.top_groups), True)

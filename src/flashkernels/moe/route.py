@@ -12,6 +12,7 @@ from flashkernels.fused.rows import DTYPES, Plans, Run, check_choice, check_numb
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import unwatched
 from flashkernels.moe import reference
+from flashkernels.moe.hopper.route_tiles import HopperRouteTile, forced_tile, rejects as needs_hopper
 from flashkernels.moe.plan import BLOCKS, MOST_EXPERTS, MOST_K, Plan, block_rows, plan_of, sizes
 from flashkernels.moe.problem import Choice, RouteProblem
 
@@ -25,6 +26,7 @@ def needs_triton(problem: RouteProblem, gpu: Gpu | None) -> str | None:
 
 # Best first. "auto" takes the first row that does not reject the problem. `torch` is in this file.
 IMPLS = (
+    Impl("hopper", "flashkernels.moe.hopper.route", rejects=needs_hopper),
     Impl("triton", "flashkernels.moe.triton.route", rejects=needs_triton, defers=leaves_the_cpu),
     Impl("torch", "flashkernels.moe.route"),
 )
@@ -53,6 +55,7 @@ class Call(NamedTuple):
     block: int  # rows of a tile; 0: no plan
     impl: str
     apart: bool = False  # tensors of the plan that do not share their memory, as registered ops must
+    tile: HopperRouteTile | None = None  # the one that `use_tile` gives
 
     @property
     def choice(self) -> Choice:
@@ -100,27 +103,30 @@ def route(
 
     Returns:
         `Routing(weights (T, k) fp32, ids (T, k) int32, plan)`. Gradients flow from the weights to the logits. The same
-        bit for bit in every run. At most two launches on a GPU, one where T * k <= 1024; never a host sync.
+        bit for bit in every run. At most two launches on a GPU, one on Hopper or where T * k <= 1024; never a host
+        sync.
 
     >>> import torch, flashkernels as fk
     >>> weights, ids, plan = fk.moe.route(torch.tensor([[1.0, 3.0, 3.0], [0.0, -1.0, 2.0]]), 2)
     >>> ids.tolist(), plan.counts.tolist(), plan.permutation.tolist()
     ([[1, 2], [2, 0]], [1, 1, 2], [3, 0, 1, 2])
     """
-    call = call_of(logits, k, score, renormalise, groups, top_groups, group_score, scale, span, plan, block, impl)
-    tensors = (logits, bias, used)
-    if unwatched(tensors):
-        found = forward(tensors, call)
-    else:
-        _check(logits, bias, used, call)  # the same errors as eager
-        found = route_op(*tensors, *call[:-1])
-    weights, ids, *parts = found
+    tile = None if torch.compiler.is_compiling() else forced_tile()  # then the op asks, when it runs
+    ends = None if span is None else tuple(span)
+    settings = (k, score, renormalise, groups, top_groups, group_score, scale, ends, plan, block, impl, tile)
+    run = _routings.ready((logits, bias, used), settings)
+    if run is not None:
+        made: Routing = run(logits, bias, used)
+        return made
+    call = call_of(logits, *settings)
+    _check(logits, bias, used, call)  # the same errors as eager
+    weights, ids, *parts = route_op(logits, bias, used, *call[:11])
     return Routing(weights, ids, plan_of(parts, call.block) if plan else None)
 
 
 def call_of(
     logits: Tensor, k: int, score: str, renormalise: bool, groups: int, top_groups: int, group_score: str, scale: float,
-    span: tuple[int, ...] | None, plan: bool, block: int | None, impl: str,
+    span: tuple[int, ...] | None, plan: bool, block: int | None, impl: str, tile: HopperRouteTile | None,
 ) -> Call:  # fmt: skip
     """What `route` asks for."""
     check_choice("score", score, SCORES)
@@ -132,8 +138,9 @@ def call_of(
         check_choice("block", block, (None, *BLOCKS))
     top2 = group_score == "top2"
     return Call(
-        k, score == "sigmoid", renormalise, groups, top_groups, top2, scale, first, last, rows if plan else 0, impl
-    )
+        k, score == "sigmoid", renormalise, groups, top_groups, top2, scale, first, last, rows if plan else 0, impl,
+        tile=tile,
+    )  # fmt: skip
 
 
 def regroup(
@@ -267,7 +274,8 @@ def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
     logits, bias, used = tensors
     _check(logits, bias, used, call)
     tokens, experts = logits.shape
-    problem = RouteProblem(tokens, experts, call.k, DTYPES[logits.dtype], logits.device.type, call.block > 0)
+    kind = DTYPES[logits.dtype], logits.device.type
+    problem = RouteProblem(tokens, experts, call.k, *kind, call.block > 0, call.groups)
     gpu = gpu_of(logits)
     return select(IMPLS, problem, gpu, call.impl).load().route_plan(problem, gpu, tensors, call)
 
@@ -275,12 +283,24 @@ def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
 def _plan_regroup(tensors: tuple[Any, ...], call: Any) -> Run:
     ids, _ = tensors
     tokens, k = ids.shape
-    problem = RouteProblem(tokens, call.experts, k, "fp32", ids.device.type)
+    problem = RouteProblem(tokens, call.experts, k, "fp32", ids.device.type, given=True)
     gpu = gpu_of(ids)
     return select(IMPLS, problem, gpu, call.impl).load().regroup_plan(problem, gpu, tensors, call)
 
 
-forward, _regrouped = Plans(_plan), Plans(_plan_regroup)
+def _plan_routing(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
+    """`route` itself. Its settings are those of `call_of`: to make a `Call` of them takes longer."""
+    call = call_of(tensors[0], *settings)
+    parts_of, block = forward.find(tensors, call), call.block
+
+    def run(logits: Tensor, bias: Tensor | None, used: Tensor | None) -> Routing:
+        weights, ids, *parts = parts_of(logits, bias, used)
+        return Routing(weights, ids, plan_of(parts, block) if block else None)
+
+    return run
+
+
+forward, _regrouped, _routings = Plans(_plan), Plans(_plan_regroup), Plans(_plan_routing)
 
 
 # --- the `torch` implementation
@@ -313,7 +333,8 @@ def route_op(
     top_groups: int, top2: bool, scale: float, first: int, last: int, block: int, impl: str,
 ) -> list[Tensor]:  # fmt: skip
     """weights, ids and, where block > 0, the six tensors of the plan."""
-    call = Call(k, sigmoid, renormalise, groups, top_groups, top2, scale, first, last, block, impl, True)
+    tile = forced_tile()
+    call = Call(k, sigmoid, renormalise, groups, top_groups, top2, scale, first, last, block, impl, True, tile)
     return [*forward((logits, bias, used), call)]
 
 

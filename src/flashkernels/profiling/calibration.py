@@ -16,12 +16,12 @@ from flashkernels.bench.results import COPY, Results, Row
 from flashkernels.decode import cost as decode_cost
 from flashkernels.dispatch import UnsupportedError
 from flashkernels.hardware import GPUS, Gpu
-from flashkernels.moe.cost import route_seconds
+from flashkernels.moe.cost import ROUTES
 from flashkernels.moe.explain import explain as explain_layer
 from flashkernels.moe.problem import RouteProblem
 
 NEAR = 0.2  # a prediction is good within this share of the measurement
-MODELLED = ("hopper", "triton")
+MODELLED = ("hopper", "triton", "auto")  # a layer has parts of several: "auto"
 SIZES = ("batch", "heads", "kv_heads", "head_dim", "head_dim_v", "causal", "dtype", "alibi", "sinks", "mask")
 OTHERS = ("seq", "seq_k", "window", "softcap", "lengths", "launch", "l2")  # those that are not taken as they are
 SUBJECTS = {("decode", "formats"): decode.SUBJECT, ("moe", "route"): moe.SUBJECT, ("moe", "layer"): moe.SUBJECT}
@@ -129,9 +129,9 @@ def _moe(row: Row, gpu: Gpu) -> float | None:
         return None
     p = case.problem
     if isinstance(p, RouteProblem):
-        return route_seconds(p, gpu)
+        return ROUTES[row.impl](p, gpu)
     sizes = (p.tokens, p.hidden, p.inner, p.experts, p.k)
-    return explain_layer(*sizes, dtype=p.dtype, weights=p.weights, gpu=gpu).predicted
+    return explain_layer(*sizes, dtype=p.dtype, weights=p.weights, gpu=gpu, impl=row.impl).predicted
 
 
 def _case(row: Row) -> Any:

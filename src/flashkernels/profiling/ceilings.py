@@ -17,9 +17,7 @@ from flashkernels.jit import cache
 
 ROUNDS = 3
 HEAT_SECONDS = 1.5
-# On a GPU: far larger than any L2, and a product that fills it. Source and target a power of two apart meet in the
-# same channels of memory: 2.7 TB/s for 4.0 on an H200.
-COPY_BYTES, SIDE = 1_000_000_000, 8192
+COPY_BYTES, SIDE = 1_000_000_000, 8192  # on a GPU: far larger than any L2, and a product that fills it
 CPU_COPY_BYTES, CPU_SIDE = 1 << 28, 1024
 COMPUTE = ("bf16", "fp16", "fp8", "int8", "tf32", "fp32")
 
@@ -104,11 +102,12 @@ def _transfers(device: str) -> dict[str, tuple[int, Callable[[], Any]]]:
     size = COPY_BYTES if device == "cuda" else CPU_COPY_BYTES
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
-    found: dict[str, tuple[int, Callable[[], Any]]] = {"copy": (2 * size, lambda: target.copy_(source))}
+    # A kernel that reads and writes: in a graph torch's copy_ is left to the copy engine (H200: 2.7 for 4.2 TB/s).
+    found: dict[str, tuple[int, Callable[[], Any]]] = {"copy": (2 * size, lambda: torch.neg(source, out=target))}
     if device == "cuda":
         inside = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size // 4  # with its copy, half
         near, far = source[: inside // 4], target[: inside // 4]
-        found |= {"read": (size, source.sum), "l2": (2 * 4 * near.numel(), lambda: far.copy_(near))}
+        found |= {"read": (size, source.sum), "l2": (2 * 4 * near.numel(), lambda: torch.neg(near, out=far))}
     return found
 
 

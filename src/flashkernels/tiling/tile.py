@@ -37,13 +37,17 @@ class Tile:
     stages: int
     tma: bool
     registers: int = 0  # most registers a thread may use, so that more blocks share a multiprocessor; 0: no cap
+    lazy: bool = False  # the maximum of a row's last keys serves for all of them, and overflow is caught
+    early: bool = False  # with `lazy`: the first part of the next scores is computed beside the exponentials of these
 
     @property
     def name(self) -> str:
         d, v = ("+".join(map(str, parts)) for parts in (self.parts, self.parts_v))
         loads = "tma" if self.tma else "pointer"
         cap = f"-r{self.registers}" if self.registers else ""
-        return f"{self.strategy}-{self.block_m}x{self.block_n}-d{d}-v{v}-w{self.warps}-s{self.stages}-{loads}{cap}"
+        how = "-lazy" * self.lazy + "-early" * self.early
+        blocks = f"{self.block_m}x{self.block_n}"
+        return f"{self.strategy}-{blocks}-d{d}-v{v}-w{self.warps}-s{self.stages}-{loads}{cap}{how}"
 
 
 def waste(dim: int, parts: tuple[int, ...]) -> float:

@@ -29,6 +29,7 @@ struct Pair : Tile {
     wgmma::commit();
   }
   template <int N> DEVICE void issue_dq(float (&dq)[N / 2], u32 n) {  // N columns of dQ = dS·K
+    publish_shared();
     const u32 from = ds_rows + buffer(n) * (DS_TILE >> 4);
     wgmma::fence();
 #pragma unroll

@@ -69,6 +69,7 @@ struct Consumer : Tile {
     wgmma::commit();
   }
   DEVICE void issue_dq(u32 n) {  // dQ = dS·K
+    publish_shared();
     const u32 from = ds_rows + buffer(n) * (DS_TILE >> 4);
     wgmma::fence();
 #pragma unroll

@@ -224,7 +224,8 @@ struct Tile {
     }
   }
 
-  // dSᵀ to shared memory as [query][key], chunks of 64 keys: the A operand of dQ.
+  // dSᵀ to shared memory as [query][key], chunks of 64 keys: the A operand of dQ. Who reads it makes it visible to the
+  // tensor cores, a block later: a fence here would stand between dS and dK.
   DEVICE void put_ds(const u32* words) {
     const int chunk = PAIRED ? 0 : group;
     const u32 column = (32 * warp + (lane >> 3 & 1) * 16) ^ (lane & 7) << 4;
@@ -236,7 +237,6 @@ struct Tile {
       asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                    ::"r"(to + row_step(k)), "r"(words[4 * k]), "r"(words[4 * k + 1]), "r"(words[4 * k + 2]),
                    "r"(words[4 * k + 3]) : "memory");
-    publish_shared();
     __syncwarp();
     release(DS_FULL + 8 * buffer(done));
   }

@@ -174,10 +174,12 @@ struct Consumer {
   DEVICE void release_q(bool now) {
     if (lane == 0 && now) mbarrier::arrive(smem + Q_EMPTY + 8 * q_slot());
   }
-  // S of `tile` is complete: its K is no longer needed, and with the last one neither is Q.
-  DEVICE void release_operands(int tile) {
+  // S of a tile is complete: its K is no longer needed, and with the last one neither is Q. In registers Q is there for
+  // sure when the first product has read it: an arrival may overtake the loads before it (`ldmatrix` behind the tensor
+  // cores' own reads), and the next Q overwrote the first rows of this one.
+  DEVICE void release_operands(bool q_too) {
     release_k();
-    if (!Q_IN_REGISTERS) release_q(tile == keys.first);
+    release_q(q_too);
   }
   // Key tiles that only other warpgroups see. K comes first for all of them: the ring holds as many as there can be.
   DEVICE void skip_k() {
@@ -265,8 +267,6 @@ struct Consumer {
                    : "=r"(q[4 * i]), "=r"(q[4 * i + 1]), "=r"(q[4 * i + 2]), "=r"(q[4 * i + 3])
                    : "r"(from + step_chunk(i, 64) + at) : "memory");
     }
-    __syncwarp();
-    release_q(true);
   }
 
   DEVICE bool is_clear(int tile) const { return tile < clear_to && (!LEFT || tile >= clear_from); }
@@ -302,7 +302,7 @@ struct Consumer {
     issue_pv(weights);
     pass_turn();
     wgmma::wait<1>();
-    release_operands(tile);
+    release_operands(!Q_IN_REGISTERS && tile == keys.first);
     take_scale(of_keys);
     transform(p, s, rows, of_keys, tile, lane);
     if (MASKED) hide(s, rows, tile, lane);
@@ -375,7 +375,7 @@ struct Consumer {
     start_first_product();
     wgmma::wait<0>();
     keep(s);
-    release_operands(keys.end - 1);
+    release_operands(Q_IN_REGISTERS || keys.end - 1 == keys.first);
     skip_v();
     first_softmax(even);
     while (true) {
@@ -426,7 +426,7 @@ struct Consumer {
       epilogue.note(again, noted, done);
       wgmma::wait<0>();
       keep(s);
-      release_operands(keys.end - 1);
+      release_operands(Q_IN_REGISTERS || keys.end - 1 == keys.first);
       skip_v();
       first_softmax(even);
     }

@@ -18,6 +18,7 @@ from flashkernels.attention.tensors import Run, Tensors, empty_output, lse_shape
 from flashkernels.hardware import Gpu
 from flashkernels.jit import driver, nvrtc
 from flashkernels.jit.counters import counters
+from flashkernels.jit.eager import room
 from flashkernels.tiling import override
 
 LOG2E = 1.4426950408889634
@@ -74,44 +75,46 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
     block = Params.from_buffer(buffer, offset)
     ctypes.memmove(address, ctypes.addressof(params), ctypes.sizeof(Params))
     write_common = functools.partial(COMMON.pack_into, buffer, offset + Params.out.offset)
+    write_data = functools.partial(COMMON.pack_into, buffer, offset + Params.q_data.offset)
     write_special = functools.partial(SPECIAL.pack_into, buffer, offset + Params.slopes.offset)
     write_scales = functools.partial(SCALES.pack_into, buffer, offset + Params.scale.offset)
-    output = empty_output(tensors.q.to("meta"), problem.head_dim_v, problem.layout)
-    allocate = functools.partial(Tensor.new_empty_strided, size=tuple(output.shape), stride=output.stride())
-    if variant.fp8:  # naming a type costs half a microsecond
-        allocate = functools.partial(allocate, dtype=output.dtype)
+    slot = driver.slot(address)
+    like = empty_output(tensors.q.to("meta"), problem.head_dim_v, problem.layout)
+    output = room(like.shape, like.dtype, tensors.q.device, like.stride())
+    logs = room(lse_shape(tensors.q), torch.float32, tensors.q.device) if problem.need_lse else None
     lock = threading.Lock()
-    mapped = (0, 0, 0)
+    mapped, scaled = (0, 0, 0), (0.0, 0.0)  # what the block has
+    threads = variant.threads
     plain = not (problem.alibi or problem.sinks or problem.varlen or variant.split or variant.fp8)
     order_blocks = -(-problem.batch // 128) if problem.varlen else 0
     value_blocks = problem.batch * problem.kv_heads * -(-problem.head_dim_v // 64) * params.values_row // 128
 
     def run(tensors: Tensors, softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
-        nonlocal mapped
-        if device != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                return run(tensors, softmax_scale, softcap)
+        """With the tensors' device as the current one."""
+        nonlocal mapped, scaled
         q, k, v = tensors[:3]
-        out = allocate(q)
-        lse = q.new_empty(lse_shape(q), dtype=torch.float32) if problem.need_lse else None
+        out, lse = output(), logs() if logs else None
         special = () if plain else special_tensors(tensors)
         turned = special[-1] if variant.fp8 else v
         stream = torch._C._cuda_getCurrentRawStream(device)
         count = counters(device, stream)
-        pointers = (q.data_ptr(), k.data_ptr(), turned.data_ptr())
+        pointers, scales = (q.data_ptr(), k.data_ptr(), turned.data_ptr()), (softmax_scale, softcap)
         with lock:
             if mapped != pointers:
                 maps.fill(block, q, k, turned)
+                write_data(*pointers[:2], v.data_ptr())
                 mapped = pointers
-            write_common(out.data_ptr(), 0 if lse is None else lse.data_ptr(), count, *pointers[:2], v.data_ptr())
+            write_common(out.data_ptr(), 0 if lse is None else lse.data_ptr(), count)
             if special:
                 write_special(*(0 if x is None else x.data_ptr() for x in special))
-            write_scales(softmax_scale / softcap if softcap else softmax_scale * LOG2E, softcap * LOG2E)
+            if scaled != scales:
+                write_scales(softmax_scale / softcap if softcap else softmax_scale * LOG2E, softcap * LOG2E)
+                scaled = scales
             if order_blocks:
-                order.launch(order_blocks, 128, stream, address)
+                order.start_with(order_blocks, 128, stream, slot)
             if turn:
-                turn.launch(value_blocks, 128, stream, address)
-            forward.launch(grid, variant.threads, stream, address)
+                turn.start_with(value_blocks, 128, stream, slot)
+            forward.start_with(grid, threads, stream, slot)
         return out, lse
 
     def special_tensors(tensors: Tensors) -> tuple[Any, ...]:
@@ -130,8 +133,8 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
     return run
 
 
-# Parts of Params: from `out` to `v_data`, from `slopes` to `values`, `scale` and `softcap`.
-COMMON, SPECIAL, SCALES = struct.Struct("6Q"), struct.Struct("11Q"), struct.Struct("2f")
+# Parts of Params: from `out` to `counters` and from `q_data` to `v_data`, from `slopes` to `values`, both scales.
+COMMON, SPECIAL, SCALES = struct.Struct("3Q"), struct.Struct("11Q"), struct.Struct("2f")
 
 
 def _blocks(scale: Tensor | None) -> int:

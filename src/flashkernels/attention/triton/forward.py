@@ -8,6 +8,7 @@ at all. See `README.md` beside this package for the mathematics.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -22,6 +23,7 @@ from flashkernels.attention.tensors import Run, Tensors, empty_output, lse_shape
 from flashkernels.attention.triton import tiles
 from flashkernels.attention.triton.dropout import kept
 from flashkernels.hardware import GPUS, Gpu
+from flashkernels.jit.eager import room
 from flashkernels.jit.launch import Descriptor, Launcher, compile_options
 from flashkernels.tiling import Tile, override
 
@@ -74,6 +76,22 @@ def scores(q, k, PRECISION: tl.constexpr):
         else:
             s = tl.dot(q[i], k[i].T, s, input_precision=PRECISION)
     return s  # [BLOCK_M, BLOCK_N]
+
+
+@triton.jit
+def first_part(k_descs, batch, row, head, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    return k_descs[0].load([batch, row, head, 0]).reshape(BLOCK, tl.constexpr(PARTS[0]))
+
+
+@triton.jit
+def other_scores(early, q, k_descs, batch, row, head, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Q·Kᵀ whose first part is `early`."""
+    start: tl.constexpr = PARTS[0]
+    for i in tl.static_range(1, len(PARTS)):
+        k = k_descs[i].load([batch, row, head, start]).reshape(BLOCK, tl.constexpr(PARTS[i]))
+        early = tl.dot(q[i], k.T, early)
+        start = start + PARTS[i]
+    return early  # [BLOCK_M, BLOCK_N]
 
 
 @triton.jit
@@ -207,15 +225,19 @@ def store_careful(
 def visible_keys(
     row0, seq_q, seq_k, shift, left, right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr,
+    LAST: tl.constexpr = False,
 ):  # fmt: skip
-    """Of BLOCK_M rows from `row0` on: [start, full) and [edge, end) hide keys from some row, [full, edge) from none."""
+    """Of BLOCK_M rows from `row0` on: [start, full) and [edge, end) hide keys from some row, [full, edge) from none.
+
+    With LAST, the last key that a row sees is always in [edge, end).
+    """
     start = tl.zeros((), tl.int32)
     full = tl.zeros((), tl.int32)
     end = seq_k
-    edge = seq_k // BLOCK_N * BLOCK_N
+    edge = (tl.maximum(1, seq_k) - 1 if LAST else seq_k) // BLOCK_N * BLOCK_N
     if RIGHT:
         end = tl.minimum(seq_k, tl.maximum(0, tl.minimum(row0 + BLOCK_M, seq_q) + (shift + right)))
-        edge = tl.minimum(edge, tl.maximum(0, row0 + shift + right + 1) // BLOCK_N * BLOCK_N)
+        edge = tl.minimum(edge, tl.maximum(0, row0 + shift + right + 1 - LAST) // BLOCK_N * BLOCK_N)
     if LEFT:
         start = tl.maximum(0, row0 + shift - left) // BLOCK_N * BLOCK_N
         full = (tl.maximum(0, row0 + BLOCK_M - 1 + shift - left) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
@@ -231,6 +253,61 @@ def visible_keys(
 def split_block(i, edge, edge_blocks, start, BLOCK_N: tl.constexpr):
     """Block i of the masked blocks: those from `edge` on come first, then those from `start` on."""
     return tl.where(i < edge_blocks, edge + i * BLOCK_N, start + (i - edge_blocks) * BLOCK_N)
+
+
+@triton.jit
+def walk_masked(
+    q, k_ptr, v_ptr, k_descs, v_descs, mask_ptr, start, edge, edge_blocks, blocks, k_row, tma_batch, head_k, seq_q,
+    seq_k, shift, left, right, scale, softcap, slope, drop, row0, offs_m,
+    stride_ks, stride_kd, stride_vs, stride_vd, stride_mm, stride_mn,
+    DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr, PARTS_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Maximum, sum and accumulators over blocks with hidden keys: `edge_blocks` from `edge` on, others from `start`."""
+    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # running maximum, log2 units
+    total = tl.zeros((BLOCK_M,), tl.float32)  # running sum
+    acc = ()
+    for i in tl.static_range(len(PARTS_V)):
+        acc = acc + (tl.zeros((BLOCK_M, tl.constexpr(PARTS_V[i])), tl.float32),)
+    for i in tl.range(0, blocks, num_stages=STAGES):
+        n = split_block(i, edge, edge_blocks, start, BLOCK_N)
+        offs_n = n + tl.arange(0, BLOCK_N)
+        k = load_parts(k_ptr + n * stride_ks, k_descs, tma_batch, k_row + n, head_k, seq_k - n,
+                       stride_ks, stride_kd, DIM, PARTS, BLOCK_N, TMA)  # fmt: skip
+        s = logits(scores(q, k, PRECISION), scale, softcap, slope, offs_m, offs_n, shift, SOFTCAP, ALIBI)
+        s, _ = hide(s, offs_m, offs_n, seq_q, seq_k, shift, left, right, mask_ptr, stride_mm, stride_mn,
+                    LEFT, RIGHT, MASK)  # fmt: skip
+        m_new = tl.maximum(m, tl.max(s, 1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
+        alpha = tl.exp2(m - m_safe)
+        p = tl.exp2(s - m_safe[:, None])
+        total = total * alpha + tl.sum(p, 1)
+        m = m_new
+        if drop is not None:
+            p = tl.where(kept(drop, row0, n, BLOCK_M, BLOCK_N, False), p, 0.0)
+        v = load_parts(v_ptr + n * stride_vs, v_descs, tma_batch, k_row + n, head_k, seq_k - n,
+                       stride_vs, stride_vd, DIM_V, PARTS_V, BLOCK_N, TMA)  # fmt: skip
+        if VARLEN and TMA:  # the block may reach into the next sequence, whatever is there
+            v = keep_rows(v, offs_n < seq_k)
+        acc = accumulate(rescale(acc, alpha), p, v, PRECISION)
+    return m, total, acc
+
+
+@triton.jit
+def lane_sums(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Sums over every eighth column: on a matrix unit's result each thread adds up its own, without a shuffle."""
+    return tl.sum(tl.reshape(p, (BLOCK_M, BLOCK_N // 8, 8)), 1)  # [BLOCK_M, 8]
+
+
+@triton.jit
+def overflown(total, acc, LIMIT: tl.constexpr):
+    """Whether a sum of probabilities reached LIMIT, or an accumulator is Inf or NaN."""
+    bad = (total < LIMIT) == 0
+    for i in tl.static_range(len(acc)):
+        row = tl.sum(acc[i], 1)
+        bad = bad | (row - row != 0)
+    return tl.max(bad.to(tl.int32)) > 0
 
 
 # Strides are 64 bits wide, except along the last dimension: there a stride of 1 must become a constant, because
@@ -252,6 +329,7 @@ def forward_kernel(
     seq_q, seq_k, heads, group, blocks_m, section, total_heads, left, right, scale, softcap, threshold, keep_scale,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr, PARTS_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
+    LAZY: tl.constexpr, EARLY: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, NEGATIVE: tl.constexpr, MASK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -301,59 +379,66 @@ def forward_kernel(
     offs_m = row0 + tl.arange(0, BLOCK_M)
     q = load_parts(q_ptr, None, 0, 0, 0, seq_q - row0, stride_qs, stride_qd, DIM, PARTS, BLOCK_M, False)
 
-    start, full, edge, end = visible_keys(row0, seq_q, seq_k, shift, left, right, BLOCK_M, BLOCK_N, LEFT, RIGHT, MASK)
+    start, full, edge, end = visible_keys(row0, seq_q, seq_k, shift, left, right, BLOCK_M, BLOCK_N, LEFT, RIGHT, MASK,
+                                          LAZY)  # fmt: skip
     edge_blocks = (end - edge + BLOCK_N - 1) // BLOCK_N
     masked_blocks = edge_blocks + (full - start) // BLOCK_N
-
-    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # running maximum, log2 units
-    total = tl.zeros((BLOCK_M,), tl.float32)  # running sum
-    acc = ()
-    for i in tl.static_range(len(PARTS_V)):
-        acc = acc + (tl.zeros((BLOCK_M, tl.constexpr(PARTS_V[i])), tl.float32),)
-
-    for i in tl.range(0, masked_blocks, num_stages=STAGES):
-        n = split_block(i, edge, edge_blocks, start, BLOCK_N)
-        offs_n = n + tl.arange(0, BLOCK_N)
-        k = load_parts(k_ptr + n * stride_ks, k_descs, tma_batch, k_row + n, head_k, seq_k - n,
-                       stride_ks, stride_kd, DIM, PARTS, BLOCK_N, TMA)  # fmt: skip
-        s = logits(scores(q, k, PRECISION), scale, softcap, slope, offs_m, offs_n, shift, SOFTCAP, ALIBI)
-        s, _ = hide(s, offs_m, offs_n, seq_q, seq_k, shift, left, right, mask_ptr, stride_mm, stride_mn,
-                    LEFT, RIGHT, MASK)  # fmt: skip
-        m_new = tl.maximum(m, tl.max(s, 1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key yet
-        alpha = tl.exp2(m - m_safe)
-        p = tl.exp2(s - m_safe[:, None])
-        total = total * alpha + tl.sum(p, 1)
-        m = m_new
-        if drop is not None:
-            p = tl.where(kept(drop, row0, n, BLOCK_M, BLOCK_N, False), p, 0.0)
-        v = load_parts(v_ptr + n * stride_vs, v_descs, tma_batch, k_row + n, head_k, seq_k - n,
-                       stride_vs, stride_vd, DIM_V, PARTS_V, BLOCK_N, TMA)  # fmt: skip
-        if VARLEN and TMA:  # the block may reach into the next sequence, whatever is there
-            v = keep_rows(v, offs_n < seq_k)
-        acc = accumulate(rescale(acc, alpha), p, v, PRECISION)
+    m, total, acc = walk_masked(
+        q, k_ptr, v_ptr, k_descs, v_descs, mask_ptr, start, edge, edge_blocks, masked_blocks, k_row, tma_batch, head_k,
+        seq_q, seq_k, shift, left, right, scale, softcap, slope, drop, row0, offs_m,
+        stride_ks, stride_kd, stride_vs, stride_vd, stride_mm, stride_mn,
+        DIM, DIM_V, PARTS, PARTS_V, BLOCK_M, BLOCK_N, STAGES, TMA, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, VARLEN, PRECISION,
+    )  # fmt: skip
 
     if MASK == "none":  # under a mask every block is a masked one (and ptxas 12.8 crashes on the empty loop)
+        sums = tl.zeros((BLOCK_M, 8), tl.float32)
+        if EARLY:
+            tl.static_assert(LAZY and TMA and len(PARTS) > 1)
+            early = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            # A loop over one block: ptxas takes products of a loop in flight only if such products enter it.
+            for n in tl.range(full, tl.minimum(full + BLOCK_N, edge), BLOCK_N, num_stages=STAGES):
+                early = tl.dot(q[0], first_part(k_descs, tma_batch, k_row + n, head_k, PARTS, BLOCK_N).T, early)
         for n in tl.range(full, edge, BLOCK_N, num_stages=STAGES):
-            k = load_parts(k_ptr + n * stride_ks, k_descs, tma_batch, k_row + n, head_k, None,
-                           stride_ks, stride_kd, DIM, PARTS, BLOCK_N, TMA)  # fmt: skip
-            s = scores(q, k, PRECISION)
-            if PLAIN:
-                m_new = tl.maximum(m, tl.max(s, 1) * scale)
-                p = tl.exp2(s * scale - m_new[:, None])
+            if EARLY:
+                s = other_scores(early, q, k_descs, tma_batch, k_row + n, head_k, PARTS, BLOCK_N)
             else:
+                k = load_parts(k_ptr + n * stride_ks, k_descs, tma_batch, k_row + n, head_k, None,
+                               stride_ks, stride_kd, DIM, PARTS, BLOCK_N, TMA)  # fmt: skip
+                s = scores(q, k, PRECISION)
+            unit = scale if PLAIN else 1.0  # of the scores, in log2 units
+            if not PLAIN:
                 offs_n = n + tl.arange(0, BLOCK_N)
                 s = logits(s, scale, softcap, slope, offs_m, offs_n, shift, SOFTCAP, ALIBI)
-                m_new = tl.maximum(m, tl.max(s, 1))
-                p = tl.exp2(s - m_new[:, None])
-            alpha = tl.exp2(m - m_new)
-            total = total * alpha + tl.sum(p, 1)
-            m = m_new
+            if LAZY:
+                x = s * unit - m[:, None]
+                if EARLY:  # for the next block, while this one's exponentials are computed
+                    ahead = first_part(k_descs, tma_batch, k_row + n + BLOCK_N, head_k, PARTS, BLOCK_N)
+                    early = tl.dot(q[0], ahead.T)
+                p = tl.exp2(x)
+                sums += lane_sums(p, BLOCK_M, BLOCK_N)
+            else:
+                m_new = tl.maximum(m, tl.max(s, 1) * unit)
+                p = tl.exp2(s * unit - m_new[:, None])
+                alpha = tl.exp2(m - m_new)
+                total = total * alpha + tl.sum(p, 1)
+                acc = rescale(acc, alpha)
+                m = m_new
             if drop is not None:
                 p = tl.where(kept(drop, row0, n, BLOCK_M, BLOCK_N, False), p, 0.0)
             v = load_parts(v_ptr + n * stride_vs, v_descs, tma_batch, k_row + n, head_k, None,
                            stride_vs, stride_vd, DIM_V, PARTS_V, BLOCK_N, TMA)  # fmt: skip
-            acc = accumulate(rescale(acc, alpha), p, v, PRECISION)
+            acc = accumulate(acc, p, v, PRECISION)
+        if LAZY:
+            total += tl.sum(sums, 1)
+            if overflown(total, acc, 2.0**15 if q_ptr.dtype.element_ty == tl.float16 else 2.0**100):
+                blocks = (end - start + BLOCK_N - 1) // BLOCK_N
+                m, total, acc = walk_masked(
+                    q, k_ptr, v_ptr, k_descs, v_descs, mask_ptr, start, start, blocks, blocks, k_row, tma_batch, head_k,
+                    seq_q, seq_k, shift, left, right, scale, softcap, slope, drop, row0, offs_m,
+                    stride_ks, stride_kd, stride_vs, stride_vd, stride_mm, stride_mn,
+                    DIM, DIM_V, PARTS, PARTS_V, BLOCK_M, BLOCK_N, STAGES, TMA, LEFT, RIGHT, SOFTCAP, ALIBI, MASK,
+                    VARLEN, PRECISION,
+                )  # fmt: skip
 
     if sinks_ptr is not None:  # one more logit per head, without a value
         sink = tl.load(sinks_ptr + head * stride_sh).to(tl.float32) * LOG2E
@@ -412,26 +497,28 @@ def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
     sink_stride = 0 if sinks is None else sinks.stride(0)
     box_rows = tile.block_n if tile.tma else 0
     k_boxes, v_boxes = boxes_of(k, tile.parts, box_rows), boxes_of(v, tile.parts_v, box_rows)
-    outputs = (*strides_of(empty_output(q, problem.head_dim_v, problem.layout))[:3], *lse_strides)
-    fixed = (*inputs, *outputs, *mask_strides, *slope_strides, sink_stride, *sizes)
+    like = empty_output(q.to("meta"), problem.head_dim_v, problem.layout)
+    output = room(like.shape, like.dtype, q.device, like.stride())
+    logs = room(lse_shape(q), torch.float32, q.device) if problem.need_lse else None
+    fixed = (*inputs, *strides_of(like)[:3], *lse_strides, *mask_strides, *slope_strides, sink_stride, *sizes)
     device, drop = q.device.index, dropout.numbers(problem.dropout_p)
+    boxes = [*((1, box) for box in k_boxes), *((2, box) for box in v_boxes)]
+    by_tma = [(at, i, box) for at, (i, box) in enumerate(boxes) if box]
+
+    @functools.lru_cache(maxsize=16)
+    def numbers(softmax_scale: float, softcap: float) -> tuple[Any, ...]:
+        return (*fixed, softmax_scale * LOG2E.value, softcap * LOG2E.value, *drop)
 
     def run(tensors: Tensors, softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
-        q, k, v, slopes, sinks, mask, cu_q, cu_k = tensors[:8]
-        out = empty_output(q, problem.head_dim_v, problem.layout)
-        lse = q.new_empty(lse_shape(q), dtype=torch.float32) if problem.need_lse else None
-        if grid == 0:
-            return out, lse
-        arguments = (
-            q, k, v, out, lse, *descriptors(k, k_boxes), *descriptors(v, v_boxes), mask, slopes, sinks, cu_q, cu_k,
-            tensors.dropout_seed,
-        )  # fmt: skip
-        numbers = (*fixed, softmax_scale * LOG2E.value, softcap * LOG2E.value, *drop)
-        if device is None or device == torch.cuda.current_device():
-            launcher(grid, device, arguments, numbers)
-        else:
-            with torch.cuda.device(device):
-                launcher(grid, device, arguments, numbers)
+        """With the tensors' device as the current one."""
+        q, k, v, slopes, sinks, mask, cu_q, cu_k, _, _, _, _, seed = tensors
+        out, lse = output(), logs() if logs else None
+        if grid:
+            seen: list[Descriptor | None] = [None] * len(boxes)
+            for at, i, box in by_tma:
+                seen[at] = Descriptor(tensors[i], *box)
+            arguments = (q, k, v, out, lse, *seen, mask, slopes, sinks, cu_q, cu_k, seed)
+            launcher(grid, device, arguments, numbers(softmax_scale, softcap))
         return out, lse
 
     return run
@@ -451,6 +538,7 @@ def constants(problem: AttentionProblem, tile: Tile) -> dict[str, Any]:
     return {
         "DIM": problem.head_dim, "DIM_V": problem.head_dim_v, "PARTS": tile.parts, "PARTS_V": tile.parts_v,
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages, "TMA": tile.tma,
+        "LAZY": tile.lazy, "EARLY": tile.early,
         "LEFT": left >= 0, "RIGHT": right >= 0, "SOFTCAP": problem.softcap, "NEGATIVE": not problem.positive_scale,
         "MASK": problem.mask or "none", "PRECISION": "ieee",
     }  # fmt: skip

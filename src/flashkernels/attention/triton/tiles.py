@@ -34,6 +34,8 @@ class Shape(NamedTuple):
     block_n: int
     warps: int
     registers: int = 0
+    lazy: bool = False
+    early: bool = False
 
 
 SHAPES = (
@@ -58,6 +60,7 @@ class Rule(NamedTuple):
 
 # H200, 2026-11-15, bf16, B=4, S=4096, heated, full attention, counted at the computed width: on average 4 % ahead of
 # what `seconds` would pick among the same tiles. Three parts over 128 are slow: 200 to 224 are better padded to 256.
+# With a running maximum: what fp16, softcap, ALiBi and ragged batches take.
 ALIGNED = (
     Rule(48, Shape(64, 128, 4, 168), 2, 318),
     Rule(64, Shape(64, 128, 4, 168), 2, 432),
@@ -81,6 +84,25 @@ MISALIGNED = (
     Rule(128, Shape(128, 128, 8), 3, 460),
     Rule(160, Shape(64, 64, 4), 2, 355),
     *(rule for rule in ALIGNED if rule.width > 160),
+)
+# The same with a lazy maximum, from a later run of the same day, scaled by cuDNN's TFLOPS in both.
+LAZY_ALIGNED = (
+    Rule(48, Shape(64, 128, 4, 168, lazy=True), 2, 338),
+    Rule(64, Shape(128, 64, 8, 128, lazy=True), 3, 470),
+    Rule(80, Shape(64, 64, 4, 128, lazy=True), 2, 431),
+    Rule(96, Shape(64, 64, 4, 168, lazy=True, early=True), 2, 454),
+    *(rule for rule in ALIGNED if rule.width == 112),
+    Rule(128, Shape(128, 64, 8, 128, lazy=True), 2, 482),
+    Rule(160, Shape(64, 64, 4, lazy=True, early=True), 2, 486),
+    *(rule for rule in ALIGNED if rule.width > 160),
+)
+LAZY_MISALIGNED = (
+    *(rule for rule in MISALIGNED if rule.width == 48),
+    Rule(64, Shape(128, 64, 8, 128, lazy=True), 3, 445),
+    Rule(80, Shape(128, 64, 8, 128, lazy=True), 3, 391),
+    *(rule for rule in MISALIGNED if 80 < rule.width < 128),
+    Rule(128, Shape(128, 64, 8, 128, lazy=True), 2, 423),
+    *(rule for rule in MISALIGNED if rule.width > 128),
 )
 NARROWEST_RULE = 48
 CAUSAL_SHARE = 0.92  # of those TFLOPS that a causal mask leaves
@@ -160,11 +182,16 @@ def ruled(strategy: str, problem: AttentionProblem, gpu: Gpu, tma: bool) -> Cand
     if not (gpu.has_wgmma and tma and fills and measured and problem.element_bytes == 2 and width >= NARROWEST_RULE):
         return None
     aligned = problem.head_dim % 16 == 0 and problem.head_dim_v % 16 == 0
-    rule = next((rule for rule in (ALIGNED if aligned else MISALIGNED) if width <= rule.width), None)
+    # Probabilities of fp16 overflow early, and a block that overflows is computed twice. Ragged rows leave capped tiles
+    # too few registers: as compiled, 80 spills and 96 waits for every single product.
+    lazy = problem.dtype == "bf16" and not (problem.softcap or problem.alibi or problem.varlen)
+    rules = (LAZY_ALIGNED if aligned else LAZY_MISALIGNED) if lazy else ALIGNED if aligned else MISALIGNED
+    rule = next((rule for rule in rules if width <= rule.width), None)
     if rule is None:
         return None
-    block_m, block_n, warps, cap = rule.shape
-    tile = Tile(strategy, block_m, block_n, parts, parts_v, warps, rule.stages, tma, cap)
+    block_m, block_n, warps, cap, lazy, early = rule.shape
+    early = early and len(parts) > 1  # Q·Kᵀ may be narrower than the rule
+    tile = Tile(strategy, block_m, block_n, parts, parts_v, warps, rule.stages, tma, cap, lazy, early)
     flops = 2 * problem.heads * problem.pairs() * (sum(parts) + sum(parts_v))
     rate = rule.tflops * 1e12 * gpu.peak[problem.dtype] / GPUS["h200"].peak[problem.dtype]
     rate *= 1.0 if problem.band == (-1, -1) else CAUSAL_SHARE
@@ -202,11 +229,12 @@ def registers(tile: Tile, problem: AttentionProblem, gpu: Gpu) -> int:
     per_row = sum(tile.parts_v) + tile.block_n + tile.block_n * problem.element_bytes // 4
     addresses = 0 if tile.tma else 64
     if gpu.capability[0] in (8, 12):  # mma.sync takes Q from registers; wgmma and tcgen05 from shared memory
-        per_row += sum(tile.parts) * problem.element_bytes // 4
         addresses = 64
+        per_row += sum(tile.parts) * problem.element_bytes // 4
     extras = 24 * (problem.softcap or problem.alibi) + 24 * (problem.mask is not None) + 8 * (problem.window[0] >= 0)
     extras += 48 * (problem.dropout_p > 0)
-    return tile.block_m * per_row // threads + 32 + extras + (addresses if problem.element_bytes == 2 else 0)
+    statistics = 8 if tile.lazy else 32  # as compiled: a lazy maximum has no second one beside it, and no factors
+    return tile.block_m * per_row // threads + statistics + extras + (addresses if problem.element_bytes == 2 else 0)
 
 
 # Constants of the cost below, fitted to 412 timings of tiles on an H200 (2026-11-15, cycles at 1.6 to 1.7 GHz): 15 %

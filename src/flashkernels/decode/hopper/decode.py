@@ -1,4 +1,4 @@
-"""The Hopper decode: compiles a variant of `decode.cu`, fills in its parameters and launches it."""
+"""The Hopper decode: compiles a variant of `decode.cu` or `rows.cu`, fills in its parameters and launches it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from flashkernels.decode.hopper import source, tiles
-from flashkernels.decode.hopper.source import PIECES, DecodeVariant
+from flashkernels.decode.hopper.source import DecodeVariant
 from flashkernels.decode.problem import DecodeProblem
 from flashkernels.decode.tensors import Call, Run, empty_lse, empty_output
 from flashkernels.hardware import Gpu
 from flashkernels.jit import driver, nvrtc
 from flashkernels.jit.counters import counters
+from flashkernels.kvcache import PagedCache
 
 LOG2E = 1.4426950408889634
 POINTERS = (
@@ -35,7 +36,7 @@ class Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in POINTERS),
         *((name, ctypes.c_int64) for name in STRIDES),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
-        *((name, ctypes.c_int) for name in ("batch", "kv_heads", "page_size", "left", "most_pieces")),
+        *((name, ctypes.c_int) for name in ("batch", "kv_heads", "page_size", "left", "most_pieces", "table_width")),
     )
 
 
@@ -53,11 +54,11 @@ def plan(problem: DecodeProblem, gpu: Gpu | None, call: Call) -> Run:
     assert gpu is not None
     k_page, k_slot, k_head = bytes_between(call.cache.k)
     v_page, v_slot, v_head = bytes_between(call.cache.v)
-    variant = tiles.variant_of(problem, k_slot, v_slot)
+    variant = tiles.variant_of(problem, k_slot, v_slot, together=together(call.cache))
     code = kernel(variant)
     grid = gpu.sms * variant.tile.per_sm
-    threads = 32 * variant.tile.warps
-    most_pieces = max(gpu.sms * PIECES, problem.kv_heads)
+    threads = variant.tile.threads
+    most_pieces = variant.tile.pieces(gpu.sms, problem.kv_heads)
     # queries are read 8 bytes at a time
     copied = call.q.stride(-1) != 1 or any(step % 4 for step in call.q.stride()[:3]) or call.q.data_ptr() % 8 != 0
     q = call.q.contiguous() if copied else call.q
@@ -79,12 +80,12 @@ def plan(problem: DecodeProblem, gpu: Gpu | None, call: Call) -> Run:
     for name, value in zip(STRIDES, numbers, strict=True):
         setattr(block, name, value)
     block.batch, block.kv_heads, block.page_size = problem.batch, problem.kv_heads, problem.page_size
-    block.most_pieces = most_pieces
+    block.most_pieces, block.table_width = most_pieces, call.cache.block_table.shape[1]
     block.left = min(max(problem.window[0], 0), 1 << 30)
     write_addresses = functools.partial(ADDRESSES.pack_into, buffer, offset + Params.k.offset)
     write_scales = functools.partial(SCALES.pack_into, buffer, offset + Params.scale.offset)
     lock = threading.Lock()
-    part_floats = most_pieces * 2 * problem.group * (problem.head_dim_v + 2)
+    part_floats = most_pieces * 2 * variant.part_floats
 
     def run(call: Call, softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
         if device != torch.cuda.current_device():
@@ -116,6 +117,13 @@ def bytes_between(pages: Tensor) -> tuple[int, ...]:
     """From one page, slot and head to the next. Of one alone it does not matter."""
     sizes = zip(pages.shape[:3], pages.stride()[:3], strict=True)
     return tuple(step * pages.element_size() if n > 1 else 16 for n, step in sizes)
+
+
+def together(cache: PagedCache) -> bool:
+    """Whether the rows of a page lie side by side, those of all heads of a token first, and so do its scales."""
+    scales = [x for x in (cache.k_scale, cache.v_scale) if x is not None and x.dim() > 1]
+    aligned = all(x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in scales)
+    return aligned and all(x[:1].is_contiguous() for x in (cache.k, cache.v, *scales))
 
 
 def _three(scales: Tensor | None) -> tuple[int, ...]:

@@ -1,91 +1,29 @@
-// Stored numbers as operands of the tensor cores.
-//
-// Products are on their side: Sᵀ = K·Qᵀ and Oᵀ = Vᵀ·Pᵀ with m16n8k16, so that stored numbers are the A operand and 8
-// query rows, not 16, are the least. Which column of a head is which k of a product is free as long as K and Q agree:
-// each thread takes 16 contiguous bytes of a key's row at a time, wherever they are, and Q is loaded to match.
+// K and V as operands, from a warp's ring: chunks of 128 bytes of a row, swizzled.
 #pragma once
-#include "decode_params.cuh"
+#include "decode_numbers.cuh"
 
-DEVICE void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  if (FP16)
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  else
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-DEVICE u32 transposed(u32 x) {  // of 8 x 8 elements of 16 bits, a row in four lanes
-  u32 y;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
-DEVICE uint4 load_shared(u32 at) {
-  uint4 x;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory");
-  return x;
-}
-DEVICE u32 load_word(u32 at) {
-  u32 x;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
-  return x;
-}
-DEVICE void load_transposed(u32 (&x)[4], u32 at) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
-}
+constexpr int THREADS = 32 * WARPS;
+constexpr int WIDTH = KIND == PLAIN ? 64 : KIND == INT4 ? 256 : 128;  // numbers in 128 bytes
+constexpr int K_CHUNKS = ceil_div(D, WIDTH), V_CHUNKS = ceil_div(DV, WIDTH);
 
-// --- numbers of fp16 from bytes and nibbles
-
-DEVICE u32 subtracted(u32 x, u32 y) {
-  u32 z;
-  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
-  return z;
-}
-DEVICE u32 multiplied_added(u32 x, u32 y, u32 z) {
-  u32 r;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(y), "r"(z));
-  return r;
-}
-template <int MASK> DEVICE u32 low_bits_of_1024(u32 x) {  // (x & MASK) | 1024.0 twice
-  u32 r;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(x), "n"(MASK), "r"(0x64006400));
-  return r;
-}
-// Two of the four bytes of a word, chosen by SELECT as prmt does: their sign bits are flipped by the caller.
-template <u32 SELECT> DEVICE u32 from_int8(u32 x) {  // 1024 + 128 + n, less 1152
-  return subtracted(__byte_perm(x, 0x64646464, SELECT), 0x64806480);
-}
-DEVICE u32 from_e4m3(u16 x) {
-  u32 r;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"(x));
-  return r;
-}
-
-// Four bytes as two pairs of numbers. ALONG: bytes 0 and 1, then 2 and 3; else 0 and 2, then 1 and 3.
-template <bool ALONG> DEVICE void bytes_to_numbers(u32 x, u32& first, u32& second) {
-  if (KIND == INT8) {
-    x ^= 0x80808080;
-    first = from_int8<ALONG ? 0x4140 : 0x4240>(x);
-    second = from_int8<ALONG ? 0x4342 : 0x4341>(x);
-  } else {
-    if (!ALONG) x = __byte_perm(x, 0, 0x3120);
-    first = from_e4m3((u16)x);
-    second = from_e4m3((u16)(x >> 16));
-  }
-}
-// Eight nibbles as four pairs: nibble i with nibble i + 4, which of two words of 16 bits is the same nibble.
-DEVICE void nibbles_to_numbers(u32 x, u32 (&to)[4]) {
-  constexpr u32 SIXTEENTH = 0x2c002c00, MINUS_72 = 0xd480d480, FROM_1032 = 0x64086408;
-  x ^= 0x88888888;
-  to[0] = subtracted(low_bits_of_1024<0x000f000f>(x), FROM_1032);
-  to[1] = multiplied_added(low_bits_of_1024<0x00f000f0>(x), SIXTEENTH, MINUS_72);
-  x >>= 8;
-  to[2] = subtracted(low_bits_of_1024<0x000f000f>(x), FROM_1032);
-  to[3] = multiplied_added(low_bits_of_1024<0x00f000f0>(x), SIXTEENTH, MINUS_72);
-}
+// A warp's ring: each stage has K, V and the scales of a step.
+// A row is cut into chunks of 128 bytes; 16 rows of a chunk lie together, their 16-byte pieces swizzled by row.
+constexpr int BOX = 16 * 128;
+constexpr int K_SUB = BOX, V_SUB = BOX;  // from 16 keys of a step to the next
+constexpr int K_BYTES = K_CHUNKS * SUB * BOX, V_BYTES = V_CHUNKS * SUB * BOX;
+constexpr int LOADED = K_BYTES + V_BYTES;
+constexpr int SCALES_AT = WARPS * STAGES * LOADED;  // of K, then of V, for each stage of each warp
+constexpr int SCALE_STAGE = 2 * KEYS * SCALE_BYTES;
+constexpr int MERGE_AT = SCALES_AT + round_up(WARPS * STAGES * SCALE_STAGE, 16);
+constexpr int PITCH = DV + 4;  // floats of a row of sums: no two rows that are written together share banks
+constexpr int TOPS_AT = MERGE_AT + WARPS * GROUP * PITCH * 4;  // maximum and weight of each warp's rows
+constexpr int STARTS_AT = TOPS_AT + WARPS * GROUP * 8;         // first step of each sequence
+constexpr int LENGTHS_AT = STARTS_AT + 4 * (MOST_SEQUENCES + 1);
+constexpr int WARP_SUMS_AT = LENGTHS_AT + 4 * MOST_SEQUENCES;
+constexpr int QUEUE_AT = WARP_SUMS_AT + 4 * (WARPS + 1);  // pieces of this block: of four in turn
+constexpr int BARRIERS_AT = round_up(QUEUE_AT + 4 * 4, 8);
+constexpr int MOST_RANGES = WARPS * PITCH;  // so that a factor for each fits where the warps' sums were
+static_assert(BARRIERS_AT + 8 * WARPS * STAGES == SHARED_MEMORY, "source.py counts the same bytes");
 
 // --- K: steps of 16 columns
 
@@ -93,7 +31,6 @@ DEVICE void nibbles_to_numbers(u32 x, u32 (&to)[4]) {
 DEVICE constexpr int pieces(int bytes, int chunk) {
   return bytes - chunk * 128 > 64 ? 2 : 1;
 }
-constexpr int GROUPS = KIND == INT4 ? ceil_div(D, 32) : 1;  // that have a scale of their own
 // k16 steps of a head: a piece of 16 bytes is 2, 4 (bytes) or, of all four threads, 8 (nibbles).
 DEVICE constexpr int k_steps() {
   int n = 0;
@@ -161,20 +98,7 @@ template <class Use> DEVICE void each_of_k(u32 at, int lane, Use use) {
   }
 }
 
-// --- V: tiles of 16 columns
-
-constexpr int V_PAIRS = ceil_div(V_ROW_BYTES, 32);         // of 16-byte pieces
-constexpr int PER_PAIR = KIND == PLAIN ? 1 : KIND == INT4 ? 4 : 2;  // tiles that they give
-constexpr int V_TILES = V_PAIRS * PER_PAIR;
-constexpr int V_GROUPS = KIND == INT4 && TOKEN_SCALES ? ceil_div(DV, 32) : 1;
-
-// The column of row `row` (0 to 15) of tile `tile` of Oᵀ.
-DEVICE int column_of_output(int tile, int row) {
-  const int pair = tile / PER_PAIR, phase = tile % PER_PAIR;
-  if (KIND == PLAIN) return pair * 16 + row;
-  if (KIND == INT4) return (2 * pair + phase / 2) * 32 + (row & 7) * 4 + phase % 2 * 2 + (row >> 3);
-  return pair * 32 + (row >> 3) * 16 + (row & 7) * 2 + phase;
-}
+// --- V
 
 // Calls use(tile, a) with the A operand of every 16 columns over 16 keys. Bytes pass through the transposition in pairs
 // of columns, nibbles in fours.
@@ -185,24 +109,26 @@ template <class Use> DEVICE void each_of_v(u32 at, int lane, Use use) {
     const int piece = 2 * (pair % 4) + second;
     u32 x[4];
     load_transposed(x, at + pair / 4 * SUB * BOX + key * 128 + ((piece ^ (key & 7)) << 4));
-    if constexpr (KIND == PLAIN) {
-      use(pair, x);
-    } else if constexpr (KIND == INT4) {
-      u32 n[4][4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) nibbles_to_numbers(x[i], n[i]);
-#pragma unroll
-      for (int phase = 0; phase < 4; phase++) {  // both phases of a tile are of one group: piece 2 * pair + phase / 2
-        const int i = phase / 2, low = phase % 2 * 2;
-        const u32 a[4] = {n[i][low], n[i][low + 1], n[i + 2][low], n[i + 2][low + 1]};
-        use(pair * 4 + phase, a);
-      }
-    } else {
-      u32 even[4], odd[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) bytes_to_numbers<false>(x[i], even[i], odd[i]);
-      use(2 * pair, even);
-      use(2 * pair + 1, odd);
-    }
+    operands_of_v(pair, x, use);
   }
+}
+
+// --- what a warp asks of the layout
+
+// Where the scales of a key are: `at` is where those of all keys of the step begin.
+DEVICE u32 scale_place(u32 at, int key, int head) { return at + key * SCALE_BYTES + (KIND == INT4 ? 0 : head % 2 * 2); }
+// Four numbers of a query row, as k = 2t, 2t + 1 and 2t + 8, 2t + 9 of step `step` want them (INT4: of two steps).
+DEVICE u64 four_queries(const u16* row, bool inside, int step, int t) {
+  const int column = KIND == INT4 ? step / 2 * 32 + t * 8 + step % 2 * 4 : column_of(step, t, false, 0);
+  return inside && column < D ? __ldg((const u64*)(row + column)) : 0;
+}
+// V's rows that nobody may see become 0: their weight is 0, but 0 * NaN is NaN.
+DEVICE void clear_hidden(u32 v, int key, int lowest, int length, int lane) {
+#pragma unroll 1
+  for (int i = lane; i < V_CHUNKS * KEYS * 8; i += 32) {
+    const int row = key + i / 8 % KEYS;
+    if (row < length && row >= lowest) continue;
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(v + i * 16), "r"(0) : "memory");
+  }
+  __syncwarp();
 }

@@ -8,7 +8,10 @@ from pathlib import Path
 
 from flashkernels.formats import FORMATS
 
-OWN_HEADERS = ("decode_params", "decode_formats", "decode_schedule")
+OWN_HEADERS = (
+    "decode_params", "decode_numbers", "decode_formats", "decode_steps", "decode_schedule", "decode_warp",
+    "decode_finish", "rows_layout", "rows_schedule",
+)  # fmt: skip
 SHARED_HEADERS = ("prelude", "mbarrier")  # of attention/hopper
 KINDS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2, "int4": 3}
 MOST_SEQUENCES = 1024
@@ -21,20 +24,35 @@ PIECES = 12  # of an SM, at most
 
 @dataclass(frozen=True)
 class HopperDecodeTile:
-    """Warps of a block, blocks of an SM, keys of a warp's step in sixteens, and steps that it loads ahead.
+    """Warps of a block, blocks of an SM, keys of a step in sixteens, and steps that are loaded ahead.
+
+    heads: 0 where every warp copies for itself, 16 bytes a lane. Otherwise the KV heads of a block: one more warp
+    copies their rows together, stages are the block's, and blocks have equal shares of the keys.
 
     >>> HopperDecodeTile(warps=8, per_sm=1, sub=1, stages=3).name
     'hopper-w8-p1-k16-s3'
+    >>> HopperDecodeTile(warps=16, per_sm=1, sub=1, stages=4, heads=4).name
+    'hopper-w16-p1-k16-s4-h4'
     """
 
     warps: int
     per_sm: int
     sub: int
     stages: int
+    heads: int = 0
 
     @property
     def name(self) -> str:
-        return f"hopper-w{self.warps}-p{self.per_sm}-k{16 * self.sub}-s{self.stages}"
+        heads = f"-h{self.heads}" if self.heads else ""
+        return f"hopper-w{self.warps}-p{self.per_sm}-k{16 * self.sub}-s{self.stages}{heads}"
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.warps + (self.heads > 0))
+
+    def pieces(self, sms: int, kv_heads: int) -> int:
+        """That the work is cut into, at most. Each has room for two parts of units in the workspace, and a counter."""
+        return max(sms, kv_heads // self.heads) if self.heads else max(sms * PIECES, kv_heads)
 
 
 @dataclass(frozen=True)
@@ -53,6 +71,7 @@ class DecodeVariant:
     left: bool = False
     softcap: bool = False
     alibi: bool = False
+    scale_heads: int = 0  # KV heads whose scales are copied together
 
     @property
     def tiles(self) -> int:
@@ -61,8 +80,19 @@ class DecodeVariant:
 
     @property
     def scale_bytes(self) -> int:
-        """Of a key's scales as they are copied: at least 4."""
-        return max(4, 2 * FORMATS[self.format].groups(self.head_dim)) if self.scales == "token" else 0
+        """Of a key's scales as they are copied: at least 4 by a lane."""
+        least = 2 if self.tile.heads else 4
+        return max(least, 2 * FORMATS[self.format].groups(self.head_dim)) if self.scales == "token" else 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of sums that a part of a unit has."""
+        return self.group * max(1, self.tile.heads)
+
+    @property
+    def part_floats(self) -> int:
+        """Of a part of a unit in the workspace: sums, maximum and weight of each row."""
+        return -(-self.rows * (self.head_dim_v + 2) // 4) * 4
 
     @property
     def loaded(self) -> int:
@@ -70,9 +100,21 @@ class DecodeVariant:
         return 16 * self.tile.sub * ROW * (chunks(self.format, self.head_dim) + chunks(self.format, self.head_dim_v))
 
     @property
+    def stage(self) -> int:
+        """Bytes of a stage of a block whose rows are copied together: an odd number of sixteens apart."""
+        rows = (self.tile.heads * stored_bytes(self.format, n) for n in (self.head_dim, self.head_dim_v))
+        pitches = sum(n if n % 32 else n + 16 for n in rows)
+        return self.tile.sub * (16 * pitches + 32 * self.scale_heads * self.scale_bytes)
+
+    @property
     def shared(self) -> int:
-        """Bytes of shared memory; decode_params.cuh asserts the same."""
+        """Bytes of shared memory; decode_formats.cuh and rows_layout.cuh assert the same."""
         tile = self.tile
+        if tile.heads:
+            size = tile.stages * self.stage
+            size += tile.warps * self.group * (4 * (self.head_dim_v + 4) + 8)
+            size += 4 * (2 * MOST_SEQUENCES + 1) + 4 * (tile.warps + 1) + 4
+            return -(-size // 8) * 8 + 8 * (2 * tile.stages + 1)
         rings = tile.warps * tile.stages
         size = rings * self.loaded
         size += -(-rings * 2 * 16 * tile.sub * self.scale_bytes // 16) * 16
@@ -99,8 +141,9 @@ def config(variant: DecodeVariant) -> str:
         "D": v.head_dim, "DV": v.head_dim_v, "GROUP": v.group, "TILES": v.tiles, "KIND": KINDS[v.format],
         "WARPS": tile.warps, "PER_SM": tile.per_sm, "SUB": tile.sub, "STAGES": tile.stages,
         "SCALE_BYTES": v.scale_bytes, "MOST_SEQUENCES": MOST_SEQUENCES, "SHARED_MEMORY": v.shared,
-        "K_SLOT": v.k_slot, "V_SLOT": v.v_slot, "LEAST": LEAST,
+        "K_SLOT": v.k_slot, "V_SLOT": v.v_slot,
     }  # fmt: skip
+    numbers |= {"HEADS": tile.heads, "SCALE_HEADS": v.scale_heads} if tile.heads else {"LEAST": LEAST}
     flags = {
         "FP16": v.q_fp16 or not plain, "FP8": False, "Q_FP16": v.q_fp16, "HEAD_SCALES": v.scales == "head",
         "LEFT": v.left, "SOFTCAP": v.softcap, "ALIBI": v.alibi,
@@ -122,5 +165,6 @@ def files() -> dict[str, str]:
 
 def program(variant: DecodeVariant) -> tuple[str, str, dict[str, str]]:
     """Name, text and headers, as `jit.nvrtc.compile` takes them."""
-    text = (Path(__file__).parent / "decode.cu").read_text()
-    return "decode.cu", text, {**files(), "config.cuh": config(variant)}
+    name = "rows.cu" if variant.tile.heads else "decode.cu"
+    text = (Path(__file__).parent / name).read_text()
+    return name, text, {**files(), "config.cuh": config(variant)}

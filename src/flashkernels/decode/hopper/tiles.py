@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashkernels.decode.hopper.source import KINDS, MOST_SEQUENCES, ROW, DecodeVariant, HopperDecodeTile, stored_bytes
 from flashkernels.decode.problem import DecodeProblem
 from flashkernels.hardware import Gpu
@@ -9,6 +11,15 @@ from flashkernels.tiling import TilingError, override
 
 SHARED_LIMIT = 232448  # bytes a block may have on sm_90
 MOST_ROWS = 16  # query heads of a KV head
+
+# Where rows of several heads are copied together (rows.cu): H200, 2026-11-15, 32 query heads over 8 KV heads. A border
+# lies between two sizes that were measured; the figures are µs of decode.cu and of rows.cu.
+LEAST_BATCH = 16  # B=1, 32768 keys 42.8 and 46.2: many parts for each unit; B=16, 4096 keys 76.5 and 75.8
+LEAST_READ = 200e6  # bytes: 134 MB (B=1) and 268 MB (B=16), as above
+LEAST_READ_NARROW = 800e6  # rows of 128 bytes, FP8 and INT8: 545 MB 144.0 and 149.5, 1091 MB 290.4 and 272.0
+NARROW, WIDE = 128, 256  # bytes of a row: 64 (INT4) 126.7 and 139.9; wider than 256 was not measured
+MOST_TOGETHER_ROWS = 8  # query heads of a KV head: with 16 the 128 registers of 12 warps spill 152 bytes
+MOST_GROUPS = 6  # of heads, for which blocks are divided: at most 2 of 132 have nothing to do
 
 
 def rejects(problem: DecodeProblem, gpu: Gpu | None) -> str | None:
@@ -48,23 +59,92 @@ def rejects(problem: DecodeProblem, gpu: Gpu | None) -> str | None:
     return None
 
 
-def variant_of(problem: DecodeProblem, k_slot: int, v_slot: int) -> DecodeVariant:
-    """The variant to compile: with the tile that `use_tile` names, or by the rule below. Slots are strides in bytes."""
+def variant_of(problem: DecodeProblem, k_slot: int, v_slot: int, *, together: bool = True) -> DecodeVariant:
+    """The variant to compile: with the tile that `use_tile` names, or by the rule below.
+
+    Slots are strides in bytes; `together`: the rows of all heads of a token lie side by side, and scales of a page.
+    """
     forced = override()
     tiles = (forced,) if isinstance(forced, HopperDecodeTile) else candidates(problem)
     for tile in tiles:
+        if tile.heads and (reason := unfit(problem, tile, together)):
+            if tile is forced:
+                raise TilingError(f"{tile.name} {reason}")
+            continue
         found = DecodeVariant(
             problem.head_dim, problem.head_dim_v, problem.group, problem.format, tile, k_slot, v_slot,
             q_fp16=problem.dtype == "fp16", scales=problem.scales, left=problem.window[0] >= 0, softcap=problem.softcap,
-            alibi=problem.alibi,
+            alibi=problem.alibi, scale_heads=problem.kv_heads if tile.heads and problem.scales == "token" else 0,
         )  # fmt: skip
         if found.shared * tile.per_sm <= SHARED_LIMIT:
             return found
     raise TilingError(f"no tile fits head_dim={problem.head_dim}, {problem.head_dim_v}, {problem.format}")
 
 
+def unfit(problem: DecodeProblem, tile: HopperDecodeTile, together: bool) -> str | None:
+    """Why the rows of `tile.heads` heads cannot be copied together, or None."""
+    if problem.kv_heads % tile.heads or tile.warps % tile.heads:
+        return f"takes {tile.heads} heads at a time of kv_heads={problem.kv_heads}, with {tile.warps} warps: no divisor"
+    if tile.stages % (tile.warps // tile.heads):
+        return f"has {tile.warps // tile.heads} warps for each head: stages={tile.stages} is no multiple"
+    if not together:
+        return "copies rows of heads and scales together, which do not lie side by side"
+    return None
+
+
 def candidates(problem: DecodeProblem) -> tuple[HopperDecodeTile, ...]:
-    """Best first, of those that were timed (H200, 2026-11-15, B=1 to 128, 4096 and 32768 keys, D=72 to 256).
+    """Best first, of those that were timed (H200, 2026-11-15, B=1 to 128, 4096 and 32768 keys, D=72 to 256)."""
+    return alone(problem) if apart(problem) else (*side_by_side(problem), *alone(problem))
+
+
+def forms(problem: DecodeProblem) -> tuple[DecodeProblem, DecodeProblem]:
+    """The problem as the least and as the largest that its kernels may be asked for: each may have one of its own."""
+    return replace(problem, batch=1), replace(problem, batch=MOST_SEQUENCES, context=1 << 24)
+
+
+def apart(problem: DecodeProblem) -> str | None:
+    """Why every warp copies for itself, 16 bytes a lane, or None: rows of several heads are copied together.
+
+    What is read is counted with every sequence as long as its row of the table: lengths are on the device.
+    """
+    rows = [stored_bytes(problem.format, dim) for dim in (problem.head_dim, problem.head_dim_v)]
+    heads, read = _heads(problem), problem.cache_bytes()
+    least = LEAST_READ if min(rows) > NARROW else LEAST_READ_NARROW
+    if problem.batch < LEAST_BATCH:
+        return f"batch={problem.batch} is less than {LEAST_BATCH}"
+    if problem.group > MOST_TOGETHER_ROWS:
+        return f"{problem.group} query heads of a KV head are over {MOST_TOGETHER_ROWS}"
+    if problem.format == "int4" or min(rows) < NARROW:
+        return f"rows of {min(rows)} bytes in {problem.format} are too small for copies of their own"
+    if max(rows) > (WIDE if problem.format in ("bf16", "fp16") else NARROW):
+        return f"rows of {max(rows)} bytes in {problem.format} were not measured together"
+    if problem.kv_heads % heads:
+        return f"kv_heads={problem.kv_heads} is no multiple of {heads}, of which a copy has the rows"
+    if problem.kv_heads // heads > MOST_GROUPS:
+        return f"kv_heads={problem.kv_heads} are over {MOST_GROUPS} groups of {heads}"
+    if read < least:
+        return f"a full cache is {read / 1e6:.4g} MB, less than {least / 1e6:.4g}"
+    return None
+
+
+def _heads(problem: DecodeProblem) -> int:
+    """A copy takes an SM about 15 ns whatever its bytes: of less than 490 they would be slower than memory."""
+    return 2 if min(stored_bytes(problem.format, dim) for dim in (problem.head_dim, problem.head_dim_v)) >= WIDE else 4
+
+
+def side_by_side(problem: DecodeProblem) -> tuple[HopperDecodeTile, ...]:
+    """For copies of several heads.
+
+    At D=128 in bf16 4 heads are hardly faster than 2 (B=64: 261.3 µs both; B=128: 506.4 and 509.4), and slower where
+    lengths differ (one of 65536 beside 63 of 512: 116.9 and 112.4).
+    """
+    heads = _heads(problem)
+    sizes = ((1, 6),) if heads == 2 else ((2, 3), (1, 6), (1, 3))  # sixteens of keys, stages
+    return tuple(HopperDecodeTile(12, 1, keys, stages, heads) for keys, stages in sizes)
+
+
+def alone(problem: DecodeProblem) -> tuple[HopperDecodeTile, ...]:
+    """For warps that copy for themselves.
 
     Many warps that each wait for their own step did better than few that load ahead: at D=128 in bf16 16 warps of one
     stage read 3.9 TB/s where 8 of three read 3.6 (B=64, 4096 keys). Small numbers take more keys a step.

@@ -9,10 +9,11 @@ import triton.language as tl
 from torch import Tensor
 
 from flashkernels.fused import activation
-from flashkernels.fused.activation import Activation, empty
+from flashkernels.fused.activation import Activation
 from flashkernels.fused.rows import RowProblem, Run, like, row_view
 from flashkernels.fused.triton.blocks import Launch, piece, pieces, row_starts
 from flashkernels.hardware import Gpu
+from flashkernels.jit.eager import room
 
 FAR = tl.constexpr(activation.FAR)
 ROOT_HALF = tl.constexpr(0.7071067811865476)
@@ -110,9 +111,10 @@ def forward_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...],
     block = pieces(width)
     launch = Launch(forward_kernel, constants(block.sizes, call), block.warps, x.device)
     grid, numbers = block.grid(problem.rows, width), (problem.rows, width, *view.numbers)
+    output = room((*x.shape[:-1], width), x.dtype, x.device)
 
     def run(x: Tensor) -> Tensor:
-        out = empty(x, call.packed)
+        out = output()
         if grid:
             launch(grid, (view.of(x), out), numbers)
         return out

@@ -78,7 +78,7 @@ class Launch:
         self.device = device.index
 
     def __call__(self, grid: int, tensors: tuple[Tensor | Descriptor | None, ...], numbers: tuple[Any, ...]) -> None:
-        if self.device is None or self.device == torch.cuda.current_device():
+        if self.device is None or self.device == torch._C._cuda_getDevice():
             self.launcher(grid, self.device, tensors, numbers)
         else:
             with torch.cuda.device(self.device):

@@ -16,6 +16,7 @@ from flashkernels.fused.problem import BYTES, LossProblem
 from flashkernels.fused.rows import Plans, Run, gpu_of, row_view
 from flashkernels.fused.triton.blocks import Launch, resident
 from flashkernels.hardware import Gpu
+from flashkernels.jit.eager import room
 
 LEAST = tl.constexpr(float("-inf"))
 PER_LANE = 8  # logits that share a maximum while it is not final: 16 bytes
@@ -128,15 +129,16 @@ class Rows:
         block, warps = blocks(vocab)
         self.launch = Launch(loss_kernel, constants(block, call, final), warps, device)
 
+    def numbers(self, place: tuple[int, int, int], scale_step: int) -> tuple[Any, ...]:
+        """Of rows that lie at `place`, as `RowView.numbers` has it."""
+        call = self.call
+        return (self.vocab, *place, scale_step, call.ignore_index, call.label_smoothing, call.z_loss, call.softcap)
+
     def __call__(
-        self, rows: int, place: tuple[int, int, int], scale_step: int, z: Tensor, targets: Tensor, scale: Tensor | None,
+        self, rows: int, numbers: tuple[Any, ...], z: Tensor, targets: Tensor, scale: Tensor | None,
         lse: Tensor | None, losses: Tensor | None, grad: Tensor | None,
     ) -> None:  # fmt: skip
-        """`place`: of the rows of z, as `RowView.numbers`."""
-        call = self.call
-        settings = (call.ignore_index, call.label_smoothing, call.z_loss, call.softcap)
         if rows:
-            numbers = (self.vocab, *place, scale_step, *settings)
             self.launch(rows, (z, targets, scale, lse, losses, grad), numbers)
 
 
@@ -153,13 +155,14 @@ def constants(block: int, call: Loss, final: bool) -> dict[str, Any]:
 
 
 def forward_plan(problem: LossProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Loss) -> Run:
-    logits = tensors[0]
+    logits, targets = tensors
     view, rows = row_view(logits), Rows(problem.vocab, call, logits.device)
+    numbers, output = rows.numbers(view.numbers, 0), room(targets.shape, torch.float32, logits.device)
 
     def run(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         check_range(targets, problem.vocab, call.ignore_index)
-        losses, lse = (logits.new_empty(targets.shape, dtype=torch.float32) for _ in range(2))
-        rows(problem.tokens, view.numbers, 0, view.of(logits), targets.contiguous(), None, lse, losses, None)
+        losses, lse = output(), output()
+        rows(problem.tokens, numbers, view.of(logits), targets.contiguous(), None, lse, losses, None)
         return losses, lse
 
     return run
@@ -168,11 +171,12 @@ def forward_plan(problem: LossProblem, gpu: Gpu | None, tensors: tuple[Any, ...]
 def backward_plan(problem: LossProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Loss) -> Run:
     logits = tensors[1]
     view, rows = row_view(logits), Rows(problem.vocab, call, logits.device, final=True)
+    numbers = rows.numbers(view.numbers, 1)
 
     def run(grad: Tensor, logits: Tensor, targets: Tensor, lse: Tensor) -> Tensor:
         out = logits.new_empty(logits.shape)
         scale, z = grad.contiguous(), view.of(logits)
-        rows(problem.tokens, view.numbers, 1, z, targets.contiguous(), scale, lse, None, out)
+        rows(problem.tokens, numbers, z, targets.contiguous(), scale, lse, None, out)
         return out
 
     return run
@@ -202,7 +206,7 @@ def linear_plan(problem: LossProblem, gpu: Gpu | None, tensors: tuple[Any, ...],
     step = chunk_rows(problem, call.need_weight and scale is not None)
     chunks = [(start, min(start + step, problem.tokens)) for start in range(0, problem.tokens, step or 1)]
     scale_step = 0 if scale is None or scale.dim() == 0 else 1
-    alpha, place = 2.0**-call.shift, (1, problem.vocab, 0)
+    alpha, numbers = 2.0**-call.shift, rows.numbers((1, problem.vocab, 0), scale_step)
 
     def run(
         x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: Tensor | None
@@ -225,7 +229,7 @@ def linear_plan(problem: LossProblem, gpu: Gpu | None, tensors: tuple[Any, ...],
                 torch.addmm(bias, here, weight.T, out=z)
             mine = scale[start:end] if scale is not None and scale_step else scale
             rows(
-                end - start, place, scale_step, z, targets[start:end], mine, None, losses[start:end],
+                end - start, numbers, z, targets[start:end], mine, None, losses[start:end],
                 None if scale is None else z,
             )  # fmt: skip
             if scale is None:

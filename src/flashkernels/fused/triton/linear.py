@@ -17,6 +17,7 @@ from flashkernels.fused.triton.blocks import Launch
 from flashkernels.fused.triton.linear_tiles import LinearTile
 from flashkernels.fused.triton.operands import across, load_part, load_rows
 from flashkernels.hardware import GPUS, Gpu
+from flashkernels.jit.eager import room
 from flashkernels.jit.launch import Descriptor
 
 
@@ -230,8 +231,11 @@ def forward_plan(problem: LinearProblem, gpu: Gpu | None, tensors: tuple[Any, ..
         float(call.eps),
     )  # fmt: skip
 
+    like = empty(tensors[0].to("meta"), weight, call)
+    outputs = [None if y is None else room(y.shape, y.dtype, x.device) for y in like]
+
     def run(x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None) -> Product:
-        found = empty(x, weight, call)
+        found = Product._make([None if make is None else make() for make in outputs])
         if programs == 0:
             return found
         if not as_they_are:

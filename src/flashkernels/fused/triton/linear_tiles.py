@@ -44,11 +44,13 @@ class LinearTile:
 
 
 def shared_bytes(tile: LinearTile, problem: LinearProblem, gpu: Gpu) -> int:
-    """Of the operands of all stages (without wgmma, the one in use is in registers), and of a tile of the output on its
-    way to TMA."""
+    """Of the operands of all stages (without wgmma, the one in use is in registers), of a tile of the output on its way
+    to TMA, and of one of the pre-activations, where they are kept, on its way to whole vectors."""
     size, buffers = BYTES[problem.dtype], tile.stages - (0 if gpu.has_wgmma else 1)
-    operands = buffers * tile.block_k * (tile.block_m + tile.block_n * (2 if problem.gated else 1)) * size
-    return operands + (stored_columns(tile, problem) * tile.block_m * size if tile.tma and not tile.swap else 0)
+    columns = tile.block_n * (2 if problem.gated else 1)
+    found = buffers * tile.block_k * (tile.block_m + columns) * size
+    found += columns * tile.block_m * size if problem.saved and not tile.swap else 0
+    return found + (stored_columns(tile, problem) * tile.block_m * size if tile.tma and not tile.swap else 0)
 
 
 def stored_columns(tile: LinearTile, problem: LinearProblem) -> int:

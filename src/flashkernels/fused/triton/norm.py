@@ -48,8 +48,10 @@ def scaled(x, mean, rstd, weight_ptr, bias_ptr, cols, width, ROUNDED: tl.constex
 
 
 @triton.jit
-def quantised(y, inverse, dtype: tl.constexpr):
-    y = y * inverse[:, None]
+def quantised(y, scale, dtype: tl.constexpr):
+    """y over its row's scale. Where that is a power of two, many quotients lie between two numbers, and a reciprocal
+    that is not exact would turn all of them the same way."""
+    y = y * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
     if dtype == tl.int8:
         y = (y + ROUND) - ROUND
         y = tl.where(y == y, tl.minimum(tl.maximum(y, -127.0), 127.0), 0.0)
@@ -124,11 +126,11 @@ def forward_kernel(
             y = tl.where(inside, y, 0.0)
             scale = scale_of(tl.max(tl.abs(y), 1), tl.sum(y - y, 1), MOST)
             tl.store(scale_ptr + at, scale, mask=here)
-            tl.store(out_rows + cols[None, :], quantised(y, 1 / scale, OUT), mask=inside)
+            tl.store(out_rows + cols[None, :], quantised(y, scale, OUT), mask=inside)
         else:
             tl.store(out_rows + cols[None, :], y.to(OUT), mask=inside)
     else:
-        inverse = tl.zeros((ROWS,), tl.float32)
+        scale = tl.zeros((ROWS,), tl.float32)
         if MOST:
             largest = tl.zeros((ROWS, BLOCK), tl.float32)
             poison = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -143,7 +145,6 @@ def forward_kernel(
                 poison += y - y
             scale = scale_of(tl.max(largest, 1), tl.sum(poison, 1), MOST)
             tl.store(scale_ptr + at, scale, mask=here)
-            inverse = 1 / scale
         for start in tl.range(0, width, BLOCK):
             inside = here[:, None] & (start + cols < width)[None, :]
             x = load_total(x_rows, r_rows, start + cols, inside, SUM)
@@ -151,7 +152,7 @@ def forward_kernel(
             if MOST:
                 if ROUNDED:
                     y = y.to(DTYPE).to(tl.float32)
-                tl.store(out_rows + (start + cols)[None, :], quantised(y, inverse, OUT), mask=inside)
+                tl.store(out_rows + (start + cols)[None, :], quantised(y, scale, OUT), mask=inside)
             else:
                 tl.store(out_rows + (start + cols)[None, :], y.to(OUT), mask=inside)
 
@@ -290,11 +291,11 @@ def forward_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...],
     launch = Launch(forward_kernel, forward_constants(block.constants, call), block.warps, x.device)
     grid = -(-problem.rows // block.rows) if problem.width else 0
     numbers = (problem.rows, problem.width, *view.numbers, *other.numbers, float(call.eps))
-    outputs = [None if y is None else room(y.shape, y.dtype, y.device) for y in empty(call, x, residual)]
+    outputs = [None if y is None else room(y.shape, y.dtype, x.device) for y in empty(call, x.to("meta"), residual)]
     copied = view.copied or other.copied or any(y is not None and not y.is_contiguous() for y in (weight, bias))
 
     def run(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Normed:
-        found = Normed(*[None if make is None else make() for make in outputs])  # type: ignore[arg-type]  # out is one
+        found = Normed._make([None if make is None else make() for make in outputs])
         if grid == 0:
             return found if found.scale is None else found._replace(scale=found.scale.fill_(1.0))
         if copied:
@@ -321,9 +322,9 @@ def walk(gpu: Gpu | None, block: Blocks, element_bytes: int, total: bool, aligne
     if gpu is None or not block.whole or not aligned:
         return 1, resident(gpu, block.warps)
     each = max(1, 8 // block.warps)
-    room = min(gpu.shared_per_block, gpu.shared_per_sm // each - RESERVED) - REDUCTION
+    space = min(gpu.shared_per_block, gpu.shared_per_sm // each - RESERVED) - REDUCTION
     step = block.rows * block.width * element_bytes
-    stages = min(5, room // (3 * step) if total else room // (2 * step) - 1)  # as the compiler lays them out
+    stages = min(5, space // (3 * step) if total else space // (2 * step) - 1)  # as the compiler lays them out
     return (stages, gpu.sms * each) if stages >= 4 else (1, resident(gpu, block.warps))
 
 

@@ -9,9 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from flashkernels.fused.rope import Rope
-from flashkernels.fused.rows import RowProblem, Run, like
+from flashkernels.fused.rows import RowProblem, Run
 from flashkernels.fused.triton.blocks import ELEMENTS, PER_THREAD, Launch
 from flashkernels.hardware import Gpu
+from flashkernels.jit.eager import room
 
 
 @triton.jit
@@ -104,6 +105,7 @@ def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: R
     grid = batch * seq * blocks if dim else 0
     launch = Launch(rope_kernel, fixed, warps(fixed), q.device)
     outs = [x if call.inplace else x.new_empty(x.shape) for x in (q, k)]
+    q_room, k_room = (room(x.shape, x.dtype, x.device) for x in (q, k))
     ids = (0, 0) if position_ids is None else position_ids.expand(batch, seq).stride()
     views = [dense(x) for x in (q, k, cos, sin)]
     as_they_are = all(view is x for view, x in zip(views, (q, k, cos, sin), strict=True))
@@ -117,7 +119,7 @@ def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: R
         q_in, k_in = q, k
         if not as_they_are:
             q_in, k_in, cos, sin = dense(q), dense(k), dense(cos), dense(sin)
-        q_out, k_out = (q_in, k_in) if call.inplace else (like(q), like(k))
+        q_out, k_out = (q_in, k_in) if call.inplace else (q_room(), k_room())
         if grid:
             launch(grid, (q_in, k_in, cos, sin, position_ids, q_out, k_out), numbers)
         if call.inplace:

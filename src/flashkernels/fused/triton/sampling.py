@@ -38,6 +38,7 @@ from flashkernels.fused.triton.draws import (
     segment_sums,
 )
 from flashkernels.hardware import Gpu
+from flashkernels.jit.eager import room
 
 TILE = 4096  # tokens that a program of the scan has
 SMALL_TILE = 2048  # where there are few rows: more programs
@@ -436,15 +437,16 @@ class Scan:
         tile = scan_rows(rows, width, self.segment, gpu)
         self.blocks = -(-self.segments // tile)
         self.launch = Launch(scan_kernel, {"WIDTH": self.segment, "ROWS": tile}, SCAN_WARPS, device)
+        self.output = room((rows, self.segments), torch.float32, device)
+        self.grid, self.sizes = rows * self.blocks, (width, self.segments, self.blocks)
 
     def __call__(
         self, logits: Tensor, counts: Tensor | None, settings: tuple[Tensor | None, ...], numbers: tuple[float, ...]
     ) -> tuple[Tensor, Tensor]:
-        """(rows, segments) each: maxima and sums. `settings` and `numbers` are temperature, repetition, presence and
-        frequency."""
-        tops, sums = (logits.new_empty((self.rows, self.segments), dtype=torch.float32) for _ in range(2))
-        sizes = (self.width, self.segments, self.blocks, logits.stride(0), 0 if counts is None else counts.stride(0))
-        self.launch(self.rows * self.blocks, (logits, counts, *settings, tops, sums), (*sizes, *numbers))
+        """(rows, segments) each: maxima and sums. `settings` are temperature, repetition, presence and frequency;
+        `numbers` are the steps from row to row of logits and counts, and these four."""
+        tops, sums = self.output(), self.output()
+        self.launch(self.grid, (logits, counts, *settings, tops, sums), (*self.sizes, *numbers))
         return tops, sums
 
 
@@ -458,7 +460,7 @@ def finish_constants(width: int, capacity: int, top_n: int) -> dict[str, Any]:
 
 
 def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Sample) -> Run:
-    logits, previous, *_ = tensors
+    logits, previous, counts, *_ = tensors
     rows, width = logits.shape
     assert -(-width // segment_of(width)) <= MOST_SEGMENTS
     scan = Scan(rows, width, gpu, logits.device)
@@ -468,39 +470,39 @@ def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: S
     search = Launch(search_kernel, fixed | {"WALK": WALK}, SEARCH_WARPS, logits.device)
     copied = logits.stride(1) != 1 and width > 1
     searched = bool(call.top_n) or any(x is not None for x in tensors[5:9])  # else the numbers decide
+    outputs = [room(x.shape, x.dtype, logits.device) for x in Sampled.empty(logits.to("meta"), call.top_n)]
+    shapes = ((rows, fixed["SEGMENTS"]), (rows, call.capacity), (rows,))
+    listed, found, left = (room(shape, torch.int32, logits.device) for shape in shapes)
+    row_step = width if copied else logits.stride(0)
+    count_step = 0 if counts is None else counts.stride(0) if counts.stride(1) == 1 else width  # then it is copied
+    count_step = counter.width if counter else count_step
+    sizes = (width, scan.segments, row_step, count_step)
 
     def run(
-        logits: Tensor, previous: Tensor | None, counts: Tensor | None, seeds: Tensor | None, offsets: Tensor | None,
-        *settings: Tensor | None,
-    ) -> Any:  # fmt: skip
-        temperature, top_k, top_p, min_p, repetition, presence, frequency = settings
-
-        def call_with(numbers: Numbers) -> Sampled:
-            out = Sampled.empty(logits, call.top_n)
-            if rows == 0:
-                return out
-            dense = logits.contiguous() if copied else logits
-            seen = counter(previous) if counter is not None and previous is not None else counts
-            changes = (numbers.temperature, numbers.repetition, numbers.presence, numbers.frequency)
-            tops, sums = scan(dense, seen, (temperature, repetition, presence, frequency), changes)
-            listed = torch.empty((rows, fixed["SEGMENTS"]), dtype=torch.int32, device=logits.device)
-            found = torch.empty((rows, call.capacity), dtype=torch.int32, device=logits.device)
-            left = torch.empty(rows, dtype=torch.int32, device=logits.device)
-            given = (
-                dense, seen, seeds, offsets, temperature, top_k, top_p, min_p, repetition, presence, frequency,
-                tops, sums, listed, found, left, out.ids, out.logprobs,
-                out.top_ids if call.top_n else None, out.top_logprobs if call.top_n else None,
-            )  # fmt: skip
-            sizes = (width, scan.segments, dense.stride(0), 0 if seen is None else seen.stride(0))
-            values = (
-                numbers.seed, numbers.offset, numbers.temperature, numbers.top_k, numbers.top_p, numbers.min_p,
-                *changes[1:],
-            )  # fmt: skip
-            finish(rows, given, (*sizes, *values))
-            if searched or not numbers.cut_nothing(width):
-                search(rows, given, (*sizes, *values))
+        numbers: Numbers, logits: Tensor, previous: Tensor | None, counts: Tensor | None, seeds: Tensor | None,
+        offsets: Tensor | None, *settings: Tensor | None,
+    ) -> Sampled:  # fmt: skip
+        out = Sampled._make([make() for make in outputs])
+        if rows == 0:
             return out
-
-        return call_with
+        temperature, top_k, top_p, min_p, repetition, presence, frequency = settings
+        if copied:
+            logits = logits.contiguous()
+        if counter is not None and previous is not None:
+            counts = counter(previous)
+        heat, k, p, least, *penalties, seed, offset = numbers
+        tops, sums = scan(
+            logits, counts, (temperature, repetition, presence, frequency), (row_step, count_step, heat, *penalties)
+        )
+        ids, logprobs, top_ids, top_logprobs = out if call.top_n else (out.ids, out.logprobs, None, None)
+        given = (
+            logits, counts, seeds, offsets, temperature, top_k, top_p, min_p, repetition, presence, frequency,
+            tops, sums, listed(), found(), left(), ids, logprobs, top_ids, top_logprobs,
+        )  # fmt: skip
+        values = (*sizes, seed, offset, heat, k, p, least, *penalties)
+        finish(rows, given, values)
+        if searched or not numbers.cut_nothing(width):
+            search(rows, given, values)
+        return out
 
     return run

@@ -13,6 +13,7 @@ from flashkernels.fused.rows import RowProblem, Run, like, row_view
 from flashkernels.fused.softmax import Softmax
 from flashkernels.fused.triton.blocks import Launch, blocks, row_starts
 from flashkernels.hardware import Gpu
+from flashkernels.jit.eager import room
 
 WIDEST = 16384  # elements of a row that the registers of one program hold
 LEAST = tl.constexpr(float("-inf"))
@@ -111,9 +112,10 @@ def forward_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...],
     launch = Launch(forward_kernel, block.constants | {"LOG": call.log}, block.warps, x.device)
     grid = -(-problem.rows // block.rows) if problem.width else 0
     numbers = (problem.rows, problem.width, *view.numbers)
+    output = room(x.shape, x.dtype, x.device)
 
     def run(x: Tensor) -> Tensor:
-        out = like(x)
+        out = output()
         if grid:
             launch(grid, (view.of(x), out), numbers)
         return out

@@ -30,6 +30,7 @@ from flashkernels.fused.triton.draws import (
 )
 from flashkernels.fused.triton.sampling import GREEDY, Scan, numbers_at, row_settings, setting
 from flashkernels.hardware import Gpu
+from flashkernels.jit.eager import room
 
 TILE = 8192  # tokens at a time of a walk over a row
 WARPS = 16
@@ -207,32 +208,35 @@ def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: A
     launch = Launch(accept_kernel, constants(width, nodes, call.logits), WARPS, target.device)
     copied = draft is not None and draft.stride(2) != 1
     steps = (0, 0) if parents is None else parents.expand(rows, nodes).stride()
+    draft_steps = (0, 0) if draft is None else (nodes * width, width) if copied else draft.stride()[:2]
+    sizes = (nodes, width, scan.segments, *draft_ids.stride(), *steps, *draft_steps)
+    outputs = [room(x.shape, x.dtype, target.device) for x in Accepted.empty(draft_ids.to("meta"))]
+    left = room((rows, 1 if draft is None else 2, width), torch.float32, target.device)
+    weights = room((rows, scan.segments), torch.float32, target.device)
 
     def run(
-        draft_ids: Tensor, target: Tensor, draft: Tensor | None, parents: Tensor | None, heats: Tensor | None,
-        seeds: Tensor | None, offsets: Tensor | None,
-    ) -> Any:  # fmt: skip
-        def call_with(numbers: Numbers) -> Accepted:
-            out = Accepted.empty(draft_ids)
-            if rows == 0:
-                return out
-            flat = target.reshape(rows * (nodes + 1), width).contiguous()
-            tops = sums = None
-            if call.logits:
-                every = None if heats is None else heats[:, None].expand(rows, nodes + 1).reshape(-1)
-                tops, sums = scan(flat, None, (every, None, None, None), (numbers.temperature, 1.0, 0.0, 0.0))
-            q = draft.contiguous() if copied and draft is not None else draft
-            left = torch.empty((rows, 1 if q is None else 2, width), dtype=torch.float32, device=target.device)
-            weights = torch.empty((rows, scan.segments), dtype=torch.float32, device=target.device)
-            launch(
-                rows,
-                (draft_ids, parents, flat, tops, sums, q, *(None if x is None else x.contiguous()
-                 for x in (heats, seeds, offsets)), left, weights, out.counts, out.ids, out.last, out.nodes),
-                (nodes, width, scan.segments, *draft_ids.stride(), *steps,
-                 *((0, 0) if q is None else q.stride()[:2]), numbers.seed, numbers.offset, numbers.temperature),
-            )  # fmt: skip
+        numbers: Numbers, draft_ids: Tensor, target: Tensor, draft: Tensor | None, parents: Tensor | None,
+        heats: Tensor | None, seeds: Tensor | None, offsets: Tensor | None,
+    ) -> Accepted:  # fmt: skip
+        out = Accepted._make([make() for make in outputs])
+        if rows == 0:
             return out
-
-        return call_with
+        flat = target.contiguous()
+        tops = sums = None
+        if call.logits:
+            every = None if heats is None else heats[:, None].expand(rows, nodes + 1).reshape(-1)
+            tops, sums = scan(
+                flat, None, (every, None, None, None), (width, 0, numbers.temperature, 1.0, 0.0, 0.0)
+            )  # fmt: skip
+        if copied and draft is not None:
+            draft = draft.contiguous()
+        heats, seeds, offsets = (None if x is None else x.contiguous() for x in (heats, seeds, offsets))
+        launch(
+            rows,
+            (draft_ids, parents, flat, tops, sums, draft, heats, seeds, offsets, left(), weights(), out.counts,
+             out.ids, out.last, out.nodes),
+            (*sizes, numbers.seed, numbers.offset, numbers.temperature),
+        )  # fmt: skip
+        return out
 
     return run

@@ -119,7 +119,8 @@ def backward_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...
                     (problem.experts, k_tiles, n, depth, w.stride(0), w.stride(1)),
                 )  # fmt: skip
             if call.gemm.gather:
-                dx = combined(dx, None, None, plan, Combine(problem.dtype, call.gemm.impl))
+                impl = "triton" if call.gemm.impl == "hopper" else call.gemm.impl  # whose gradients are Triton's
+                dx = combined(dx, None, None, plan, Combine(problem.dtype, impl))
         if call.need_w:
             dw = w.new_empty(w.shape)
             if dw.numel():

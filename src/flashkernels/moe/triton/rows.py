@@ -38,7 +38,7 @@ def block_kernel(
     scale = scale_of(tl.max(tl.abs(x), 1), tl.sum(x - x, 1), MOST)
     tl.store(scale_ptr + row.to(tl.int64) * blocks + pid % blocks, scale, mask=row < rows)
     at = out_ptr + row.to(tl.int64)[:, None] * width + cols[None, :]
-    tl.store(at, quantised(x, 1 / scale, out_ptr.dtype.element_ty), mask=inside)
+    tl.store(at, quantised(x, scale, out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -63,7 +63,7 @@ def wide_kernel(
     for start in tl.range(0, width, BLOCK):
         cols = (start + tl.arange(0, BLOCK))[None, :]
         x = tl.load(x_ptr + row * stride_x + cols, mask=cols < width, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row * width + cols, quantised(x, 1 / scale, out_ptr.dtype.element_ty), mask=cols < width)
+        tl.store(out_ptr + row * width + cols, quantised(x, scale, out_ptr.dtype.element_ty), mask=cols < width)
 
 
 def rounding_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Rounding) -> Run:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from flashkernels.hardware import Gpu
 from flashkernels.moe.plan import most_tiles
 from flashkernels.moe.problem import BYTES, FORMATS, PHASES, GemmProblem
-from flashkernels.tiling import TilingError, override
+from flashkernels.tiling import TilingError
 
 SPARE = 2048  # bytes of shared memory for what is not an operand
 MOST_SPLIT = 8
@@ -106,17 +106,9 @@ def in_pairs(tile: GemmTile, problem: GemmProblem, gpu: Gpu) -> GemmTile:
     return in_pairs(replace(tile, block_k=tile.block_k // 2), problem, gpu)
 
 
-def forced_tile() -> GemmTile | None:
-    """The tile of a grouped GEMM that `use_tile` has put in force."""
-    forced = override()
-    return forced if isinstance(forced, GemmTile) else None
-
-
-def choose(
-    problem: GemmProblem, gpu: Gpu, tma: bool, splittable: bool = False, forced: GemmTile | None = None
-) -> GemmTile:
+def choose(problem: GemmProblem, gpu: Gpu, tma: bool, splittable: bool = False, forced: object = None) -> GemmTile:
     """The tile that is forced, or the rules'. Its rows are those of the plan's schedule."""
-    if forced is not None:
+    if isinstance(forced, GemmTile):
         if forced.block_m != problem.block:
             raise TilingError(f"the tile {forced.name} has other rows than the plan's tiles, {problem.block}")
         return forced if splittable else replace(forced, split=1)

@@ -1,0 +1,137 @@
+"""The Hopper grouped GEMM: compiles a variant of `gemm.cu`, fills in its parameters and launches it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashkernels.fused.rows import Run
+from flashkernels.hardware import Gpu
+from flashkernels.jit import driver, nvrtc
+from flashkernels.jit.counters import counters
+from flashkernels.moe.gemm import Gemm
+from flashkernels.moe.hopper import gemm_source as source, gemm_tiles
+from flashkernels.moe.hopper.gemm_source import THREADS, GemmVariant
+from flashkernels.moe.hopper.gemm_tiles import DEPTH, WEIGHT_ROWS
+from flashkernels.moe.problem import GemmProblem
+
+BOX_ROWS = 16  # of x, that one load brings
+GATHER_ROWS, GATHER_THREADS = 8, 256  # of a block that copies
+POINTERS = ("out", "tokens", "gathered", "offsets", "permutation", "bias", "row_weights", "counters")
+NUMBERS = ("experts", "width", "depth", "of_token", "features", "bias_step", "bias_half")
+
+
+class Params(ctypes.Structure):
+    """`Params` of gemm_params.cuh, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64 * 16) for name in ("w", "x")),
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        ("stride_tokens", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in NUMBERS),
+    )
+
+
+ADDRESSES = struct.Struct(f"{len(POINTERS)}Q")
+
+
+@functools.cache
+def library(variant: GemmVariant) -> driver.Library:
+    """The variant's machine code, compiled once in a process and once on a machine."""
+    return driver.Library(nvrtc.compile(*source.program(variant)))
+
+
+def gemm_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Gemm) -> Run:
+    """Chooses the variant, compiles it, and lays out all of a launch that the signature decides."""
+    assert gpu is not None
+    x, _, bias, row_weights = tensors[:4]
+    tile = gemm_tiles.choose(problem, call.tile)
+    fused = tile.fused and problem.gather
+    variant = GemmVariant(
+        tile.rows, tile.stages, problem.dtype == "fp16", problem.gated, bias is not None, row_weights is not None,
+        fused, tile.cluster,
+    )  # fmt: skip
+    copied = problem.gather and not fused
+    code = library(variant)
+    multiply = driver.Kernel(code, "gemm", variant.shared, early=True)
+    gather = driver.Kernel(code, "gather", 0, early=True)
+    device = x.device.index
+    features = -(-problem.n // (WEIGHT_ROWS * tile.cluster))
+    grid = gpu.sms // tile.cluster * tile.cluster
+    buffer = ctypes.create_string_buffer(ctypes.sizeof(Params) + 128)  # C++ rounds its size up to 64
+    offset = -ctypes.addressof(buffer) % 64
+    address = ctypes.addressof(buffer) + offset
+    block = Params.from_buffer(buffer, offset)
+    numbers = (
+        problem.experts, problem.width, problem.depth, tensors[9].shape[1], features, 2 if call.interleaved else 1,
+        1 if call.interleaved else problem.width,
+    )  # fmt: skip
+    for name, value in zip(NUMBERS, numbers, strict=True):
+        setattr(block, name, value)
+    block.stride_tokens = x.stride(0)
+    write_addresses = functools.partial(ADDRESSES.pack_into, buffer, offset + Params.out.offset)
+    lock = threading.Lock()
+    shape = (problem.rows, problem.width)
+    gathered_shape = (problem.rows, problem.depth)
+    copies = -(-problem.rows // GATHER_ROWS)
+    mapped = (0, 0)
+
+    def run(
+        x: Tensor, w: Tensor, bias: Tensor | None, row_weights: Tensor | None, x_scale: Tensor | None,
+        w_scale: Tensor | None, counts: Tensor, offsets: Tensor, permutation: Tensor, inverse: Tensor, tiles: Tensor,
+        tile_offsets: Tensor,
+    ) -> Tensor:  # fmt: skip
+        nonlocal mapped
+        if device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                return run(
+                    x, w, bias, row_weights, x_scale, w_scale, counts, offsets, permutation, inverse, tiles,
+                    tile_offsets,
+                )  # fmt: skip
+        out = x.new_empty(shape)
+        if copies == 0:
+            return out
+        rows = x.new_empty(gathered_shape) if copied else x
+        bias, row_weights = (None if y is None else y.to(torch.float32).contiguous() for y in (bias, row_weights))
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        count = counters(device, stream)
+        pointers = (w.data_ptr(), rows.data_ptr())
+        given = (out, x, rows, offsets, permutation, bias, row_weights)
+        with lock:
+            if mapped != pointers:
+                block.w = weight_map(w, problem, call.interleaved)
+                block.x = row_map(rows, problem.dtype, 1 if fused else BOX_ROWS)
+                mapped = pointers
+            write_addresses(*(0 if y is None else y.data_ptr() for y in given), count)
+            if copied:
+                gather.launch(copies, GATHER_THREADS, stream, address)
+            multiply.launch(grid, THREADS, stream, address)
+        return out
+
+    return run
+
+
+def weight_map(w: Tensor, problem: GemmProblem, interleaved: bool) -> Any:
+    """(depth, feature, half, expert): a box is what one consumer multiplies, 64 of gate and of up, or 128 features."""
+    expert, row = w.stride(0) * w.element_size(), w.stride(1) * w.element_size()
+    width, halves, features = problem.width, problem.n // problem.width, WEIGHT_ROWS // 2
+    strides = (2 * row, row, expert) if interleaved and halves == 2 else (row, width * row, expert)
+    sizes = (problem.depth, width, halves, problem.experts)
+    return encoded(w.data_ptr(), problem.dtype, sizes, strides, (DEPTH, features // halves, halves, 1))
+
+
+def row_map(x: Tensor, dtype: str, rows: int) -> Any:
+    """(depth, row, 1, 1)."""
+    row = x.stride(0) * x.element_size()
+    return encoded(x.data_ptr(), dtype, (x.shape[1], x.shape[0], 1, 1), (row, row, row), (DEPTH, rows, 1, 1))
+
+
+def encoded(pointer: int, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Any:
+    found = driver.tensor_map(pointer, dtype, sizes, strides, box, 2 * DEPTH)
+    return (ctypes.c_uint64 * 16).from_buffer_copy(found)

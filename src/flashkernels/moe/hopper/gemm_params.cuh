@@ -1,0 +1,39 @@
+// What the host passes to the kernels (gemm.py packs the same struct), and what lies where in shared memory.
+#pragma once
+#include "tma.cuh"
+
+struct Params {
+  TensorMap w, x;              // (depth, features, halves, experts) and (depth, rows, 1, 1), innermost first
+  u16* out;                    // [rows, width]
+  const u16* tokens;           // gather: what is copied,
+  u16* gathered;               // and to where
+  const int *offsets, *permutation;  // of the plan
+  const float *bias, *row_weights;
+  int* counters;               // zero at launch, and zero again at its end
+  i64 stride_tokens;
+  int experts, width, depth, of_token;
+  int features;                // tiles of features of a cluster
+  int bias_step, bias_half;    // from one feature of the bias to the next, and from gate to up
+};
+
+constexpr int THREADS = 384;          // a producer warpgroup and two consumers
+constexpr int CONSUMERS = 8 * CLUSTER;  // warps that multiply
+constexpr int GRANULE = 8;            // rows: tiles have a multiple of them, MOST at most
+constexpr int TOGETHER = 8;           // row tiles that walk over the features side by side
+constexpr int DEPTH = 64;             // of a stage: 128 bytes, a swizzled row
+constexpr int ROW_BYTES = 2 * DEPTH;
+constexpr int SHARE = GATED ? 64 : 128;  // columns of the output that a consumer makes; 64 need 64 of gate and 64 of up
+constexpr int WEIGHTS = 128 * ROW_BYTES;  // bytes of a stage, of each consumer
+constexpr int BOX_ROWS = 16;          // that one load brings
+constexpr int BOX = BOX_ROWS * ROW_BYTES;
+constexpr int STAGE = 2 * WEIGHTS + MOST * GRANULE * ROW_BYTES;
+constexpr int FULL = STAGE * STAGES;  // barriers, 8 bytes each
+constexpr int EMPTY = FULL + 8 * STAGES;
+constexpr int WORK_FULL = EMPTY + 8 * STAGES;
+constexpr int WORK_EMPTY = WORK_FULL + 16;
+constexpr int WORK_AT = WORK_EMPTY + 16;  // two tiles, 32 bytes each
+constexpr int SUMS_AT = WORK_AT + 64;     // 16 ints
+constexpr int TABLE_AT = SUMS_AT + 64;    // row tiles before those of each expert
+constexpr int SHARED_BYTES = TABLE_AT + 4 * MOST_EXPERTS;
+static_assert(SHARED_BYTES == SHARED_MEMORY, "gemm_source.py and gemm_params.cuh disagree about shared memory");
+static_assert(WORK_AT % 16 == 0 && MOST % 4 == 0 && MOST <= 24 && !(FUSED && CLUSTER > 1));

@@ -1,0 +1,89 @@
+"""The CUDA source of one variant of the grouped GEMM: headers of this folder and of the attention's, its constants, and
+the wgmma instructions of its sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from flashkernels.moe.hopper.gemm_tiles import GRANULE, MOST_EXPERTS, stage_bytes
+
+OWN_HEADERS = ("gemm_params", "gemm_cut", "gemm_schedule", "gemm_epilogue")
+SHARED_HEADERS = ("prelude", "mbarrier", "tma", "wgmma")  # of attention/hopper
+THREADS = 384
+REGISTERS = 40, 232  # of a producer and a consumer thread: with two consumers 168 at launch, 504 in all
+FIXED = 48.0  # rows that the weights of a tile cost as much as (predicted for an H200, 2026-11)
+
+
+@dataclass(frozen=True)
+class GemmVariant:
+    """All that the compiler sees of a problem."""
+
+    rows: int  # of a tile, at most
+    stages: int
+    fp16: bool = False
+    gated: bool = False
+    bias: bool = False
+    row_weights: bool = False
+    fused: bool = False  # rows are gathered by the loads
+    cluster: int = 1  # blocks that share their loads of rows
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory; gemm_params.cuh asserts the same."""
+        barriers = 16 * self.stages + 32
+        return self.stages * stage_bytes(self.rows) + barriers + 64 + 64 + 4 * MOST_EXPERTS
+
+
+def config(variant: GemmVariant) -> str:
+    """`config.cuh`: the variant as constants."""
+    v = variant
+    numbers = {
+        "MOST": v.rows // GRANULE, "STAGES": v.stages, "CLUSTER": v.cluster, "MOST_EXPERTS": MOST_EXPERTS,
+        "SHARED_MEMORY": v.shared, "PRODUCER_REGISTERS": REGISTERS[0], "CONSUMER_REGISTERS": REGISTERS[1],
+    }  # fmt: skip
+    flags = {
+        "FP16": v.fp16, "FP8": False, "GATED": v.gated, "BIAS": v.bias, "ROW_WEIGHTS": v.row_weights, "FUSED": v.fused,
+    }  # fmt: skip
+    lines = ["#pragma once", f"#define CLUSTERED {int(v.cluster > 1)}", f"constexpr float FIXED = {FIXED}f;"]
+    lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
+    lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
+    return "\n".join(lines) + "\n"
+
+
+def mma(variant: GemmVariant) -> str:
+    """`mma.cuh`: wgmma for every number of rows that a tile may have; C++ tells them apart by the sums they add to."""
+    kind = "f16" if variant.fp16 else "bf16"
+    sizes = range(GRANULE, variant.rows + 1, GRANULE)
+    return '#pragma once\n#include "prelude.cuh"\n' + "\n".join(_product(n, kind) for n in sizes)
+
+
+def _product(n: int, kind: str) -> str:
+    count = n // 2
+    sums = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    destination = ", ".join(f"%{i}" for i in range(count))
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}"
+    return f"""
+// d += a * b; 64 x {n}
+DEVICE void mma(float (&d)[{count}], u64 a, u64 b) {{
+  asm volatile("{instruction} {{{destination}}}, %{count}, %{count + 1}, 1, 1, 1, 0, 0;\\n"
+    : {sums}
+    : "l"(a), "l"(b));
+}}
+"""
+
+
+@cache
+def files() -> dict[str, str]:
+    """The headers, by the names that they include one another with."""
+    here = Path(__file__).parent
+    shared = here.parents[1] / "attention" / "hopper"
+    found = dict.fromkeys(OWN_HEADERS, here) | dict.fromkeys(SHARED_HEADERS, shared)
+    return {f"{name}.cuh": (folder / f"{name}.cuh").read_text() for name, folder in found.items()}
+
+
+def program(variant: GemmVariant) -> tuple[str, str, dict[str, str]]:
+    """Name, text and headers, as `jit.nvrtc.compile` takes them."""
+    text = (Path(__file__).parent / "gemm.cu").read_text()
+    return "gemm.cu", text, {**files(), "config.cuh": config(variant), "mma.cuh": mma(variant)}

@@ -1,0 +1,103 @@
+"""How the Hopper kernel cuts a grouped GEMM: what it serves, and how many rows a tile may have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashkernels.hardware import Gpu
+from flashkernels.moe.problem import GemmProblem
+from flashkernels.tiling import TilingError
+
+GRANULE = 8  # rows: a tile has a multiple of them
+WEIGHT_ROWS, DEPTH = 256, 64  # of a tile, and of a stage
+MOST_EXPERTS = 512  # of which the shared memory holds a table
+STAGED = 224 << 10  # bytes of all stages; what is left of 227 KB has barriers and that table
+KINDS = ("none", "swiglu")
+LEAST = 64  # rows an expert, on average, where it was measured to win; with fewer the weights are the traffic
+FEW = 128  # rows an expert: up to here rows are gathered by the loads; between the measured 64 and 256
+SIZES = (96, 192)  # rows of a tile at most; half of it at least is the most that the device may choose
+
+
+@dataclass(frozen=True)
+class HopperGemmTile:
+    """256 rows of the weights by at most so many rows of x, and how many stages are loaded ahead.
+
+    >>> HopperGemmTile(rows=192, stages=4).name
+    'hopper-192x256x64-s4'
+    """
+
+    rows: int
+    stages: int
+    fused: bool = False  # rows are gathered by the loads, not by a copy before
+    cluster: int = 1  # blocks with neighbouring features that share their loads of rows
+
+    def __post_init__(self) -> None:
+        if self.rows not in SIZES:
+            raise TilingError(f"rows={self.rows} is not one of {', '.join(map(str, SIZES))}")
+        if self.stages < 2 or self.stages * stage_bytes(self.rows) > STAGED:
+            raise TilingError(f"stages={self.stages} of {self.rows} rows are under 2, or over {STAGED} bytes")
+        if self.cluster not in (1, 2):
+            raise TilingError(f"cluster={self.cluster} is neither 1 nor 2")
+        if self.fused and self.cluster > 1:
+            raise TilingError(f"cluster={self.cluster} shares loads of boxes: fused=True loads row by row")
+
+    @property
+    def name(self) -> str:
+        flags = (("fused", self.fused), (f"cluster{self.cluster}", self.cluster > 1))
+        size = f"hopper-{self.rows}x{WEIGHT_ROWS}x{DEPTH}-s{self.stages}"
+        return "-".join([size, *(word for word, flag in flags if flag)])
+
+
+def stage_bytes(rows: int) -> int:
+    """Of the weights and so many rows of x."""
+    return (WEIGHT_ROWS + rows) * DEPTH * 2
+
+
+def choose(problem: GemmProblem, forced: object = None) -> HopperGemmTile:
+    """The tile that is forced, or the best of those measured on an H200 at 64, 256, 1024 and 4096 rows an expert
+    (2026-11-15).
+
+    Few rows: 96 and one stage more, gathered by the loads. Otherwise 192, the most that two consumers' registers have
+    room for, in clusters, unless much of what the second block of the last one has would lie past the features.
+    """
+    if isinstance(forced, HopperGemmTile):
+        return forced
+    if problem.rows <= FEW * problem.experts:
+        return HopperGemmTile(96, 5, fused=True)
+    features = -(-problem.n // WEIGHT_ROWS)
+    return HopperGemmTile(192, 4, cluster=1 if features % 2 and features < 16 else 2)
+
+
+def refuses(problem: GemmProblem, gpu: Gpu | None) -> str | None:
+    """Why the Hopper kernel cannot serve, or None."""
+    if problem.device != "cuda" or gpu is None:
+        return f"needs a Hopper GPU, the tensors are on {problem.device}"
+    if not gpu.has_wgmma:
+        return f"needs compute capability 9.0, {gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}"
+    if problem.weights or problem.dtype not in ("fp16", "bf16"):
+        return f"has no kernel for {problem.weights or problem.dtype}"
+    if problem.out and problem.out != problem.dtype:
+        return f"writes {problem.dtype}, not {problem.out}"
+    if problem.activation not in KINDS:
+        return f"has no {problem.activation}"
+    if problem.experts > MOST_EXPERTS:
+        return f"{problem.experts} experts are over {MOST_EXPERTS}"
+    for name, size in (("depth", problem.depth), ("width", problem.width)):
+        if size % 8 or size == 0:
+            return f"{name}={size} is not a multiple of 8: TMA cannot address its rows"
+    return None if problem.addressable else "x or w does not lie in steps of 16 bytes: TMA cannot read it"
+
+
+def defers(problem: GemmProblem, gpu: Gpu | None) -> str | None:
+    """Why "auto" leaves a problem to Triton, or None."""
+    mean = problem.rows / max(1, problem.experts)
+    return f"{mean:.0f} rows an expert are under {LEAST}: weights are the traffic" if mean < LEAST else None
+
+
+def reason(problem: GemmProblem, tile: HopperGemmTile) -> str:
+    """Why this way, in words."""
+    mean = problem.rows / max(1, problem.experts)
+    words = f"{mean:.0f} rows an expert, cut evenly on the device: at most {tile.rows} a tile, in steps of {GRANULE}"
+    if tile.cluster > 1:
+        return words + ", loaded for two blocks"
+    return words + (", gathered by the loads" if tile.fused and problem.gather else "")

@@ -1,0 +1,75 @@
+"""The Hopper grouped GEMM, compiled for sm_90a without a GPU: wgmma stays asynchronous, and its loops are tight."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+
+import pytest
+
+from flashkernels.attention.hopper.build import spilled, warnings
+from flashkernels.jit import nvrtc
+from flashkernels.jit.offline import Resources, resources
+from flashkernels.moe.hopper import gemm_source as source
+from flashkernels.moe.hopper.gemm import Params
+from flashkernels.moe.hopper.gemm_source import GemmVariant
+from flashkernels.moe.hopper.gemm_tiles import GRANULE
+
+from .sass import loops, matrix, spills
+from .structs import declared
+
+SHARED_LIMIT = 232448
+SAMPLE = {
+    "gated": GemmVariant(192, 4, gated=True, cluster=2), "plain": GemmVariant(192, 4, cluster=2),
+    "few-gated": GemmVariant(96, 5, gated=True, fused=True), "few-plain": GemmVariant(96, 5),
+    "few-fp16": GemmVariant(96, 5, fp16=True, gated=True, fused=True), "alone": GemmVariant(192, 4, gated=True),
+    "extras": GemmVariant(192, 4, bias=True, row_weights=True, cluster=2),
+    "few-extras": GemmVariant(96, 5, bias=True, row_weights=True),
+    "few-extras-gated": GemmVariant(96, 5, gated=True, bias=True, row_weights=True),
+}  # fmt: skip
+each_variant = pytest.mark.parametrize("variant", SAMPLE.values(), ids=SAMPLE.keys())
+
+
+@pytest.fixture(autouse=True)
+def _compiler() -> None:
+    try:
+        nvrtc.find()
+    except nvrtc.CompilerMissing as error:
+        pytest.skip(str(error))
+
+
+def made(variant: GemmVariant) -> tuple[Resources, str]:
+    found = nvrtc.compiled(*source.program(variant))
+    return resources(found.cubin, variant.shared, entry="gemm"), found.log
+
+
+@each_variant
+def test_wgmma_is_asynchronous_and_nothing_spills(variant: GemmVariant) -> None:
+    found, log = made(variant)
+    assert not [line for line in warnings(log) if re.search(r"C75\d\d", line)]
+    if variant == SAMPLE["extras"]:  # at the end of a tile: the loops have none
+        assert max(spilled(log, "gemm")) <= 256
+    else:
+        assert spilled(log, "gemm") == (0, 0)
+    assert found.registers == 168  # 384 threads; 40 of a producer and 232 of a consumer afterwards
+    assert variant.shared <= SHARED_LIMIT
+
+
+@each_variant
+def test_each_number_of_rows_has_a_loop_of_its_own(variant: GemmVariant) -> None:
+    """A loop has 4 steps of 16 columns for each of two halves of the weights, and little beside."""
+    found, _ = made(variant)
+    copies = variant.rows // GRANULE
+    assert found.count("HGMMA") == 8 * copies
+    inner = [loop for loop in loops(found.sass) if len(matrix(loop)) == 8]
+    assert len(inner) == copies
+    for loop in inner:
+        assert len(loop) <= 70
+        assert not spills(loop)
+        assert not any("R2UR" in line for line in loop)  # descriptors are made in uniform registers
+        assert sum("WARPGROUP.DEPBAR" in line for line in loop) == 1  # of the stage before
+
+
+def test_both_have_the_same_fields_in_the_same_order() -> None:
+    fields = [(name, ctypes.sizeof(kind)) for name, kind in Params._fields_]
+    assert declared(source.files()["gemm_params.cuh"]) == fields
