@@ -286,6 +286,7 @@ def test_the_rules_name_lazy_tiles_and_early_ones() -> None:
     assert {ruled(RULED[name]).parts for name in EARLY} == {(64, 32), (128, 32)}
 
 
+@pytest.mark.slow
 @each_rule
 @pytest.mark.parametrize("sizes", [(130, 200), (150, 70)], ids=["q130k200", "q150k70"])
 @pytest.mark.parametrize("feature", ["plain", "causal+sinks", "left"])

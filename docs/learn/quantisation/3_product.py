@@ -87,9 +87,6 @@ def cases() -> Iterator[lesson.Case]:
                 flops=2 * tokens * N * DEPTH, floor=traffic,
                 moved=traffic + (2 * tokens * DEPTH if name in ROUNDED else 0),
                 dtype={"fp8": "fp8", "int8": "int8"}.get(name, "fp16"),
-                # Hopper's tensor cores keep 13 bits behind the point of a sum of FP8 products: fewer than plain fp16's
-                # fp32 sums, more than bf16's result
-                plain=torch.bfloat16 if name == "fp8" else torch.float16,
             )  # fmt: skip
 
 

@@ -219,7 +219,9 @@ def forward_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...],
             y = y.to(x.dtype).to(y.dtype)
         most = QUANTISE[call.quantise][1]
         largest = y.abs().amax(-1)
-        found.scale.copy_(torch.where(largest == 0, 1.0, largest / most + (largest - largest)))  # Inf makes NaN
+        # By a tensor: on a GPU torch divides by a number as it multiplies by its reciprocal. Inf makes NaN.
+        scale = largest / torch.full_like(largest, most) + (largest - largest)
+        found.scale.copy_(torch.where(largest == 0, 1.0, scale))
         small = y / found.scale[..., None]
         found.out.copy_(small.round().nan_to_num(0.0) if call.quantise == "int8" else small)
         return found

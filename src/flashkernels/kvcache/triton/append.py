@@ -104,8 +104,7 @@ def scale_of(
 def small(x, scale, MOST: tl.constexpr):
     """x / scale, clipped; 0 where that is NaN."""
     y = tl.div_rn(x, tl.broadcast_to(scale.to(tl.float32), x.shape))
-    y = tl.minimum(tl.maximum(y, -MOST), MOST)
-    return tl.where(y == y, y, 0.0)
+    return tl.where(y == y, tl.minimum(tl.maximum(y, -MOST), MOST), 0.0)  # a GPU's maximum of NaN and x is x
 
 
 @triton.jit
