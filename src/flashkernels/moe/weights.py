@@ -120,8 +120,8 @@ def rounded_rows(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
 def _scale(largest: Tensor, most: float) -> Tensor:
     """To multiply by; 1 where all is 0, NaN where something is Inf or NaN.
 
-    Divided by a tensor: by a number, torch multiplies with its reciprocal on a GPU, and a scale that should be a power of
-    two no longer is one.
+    Divided by a tensor: by a number, torch multiplies with its reciprocal on a GPU, and a scale that should be a power
+    of two no longer is one.
     """
     return torch.where(largest == 0, 1.0, largest / torch.full_like(largest, most) + (largest - largest))
 
