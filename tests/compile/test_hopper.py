@@ -11,7 +11,6 @@ from flashkernels.attention.hopper import build, source, tiles
 from flashkernels.attention.hopper.source import Variant
 from flashkernels.attention.hopper.variants import DIMS, EVERYTHING, VARIANTS, label, variant
 from flashkernels.attention.problem import AttentionProblem
-from flashkernels.jit import nvrtc
 
 SAMPLE = (
     *(variant(dim, right=right) for dim in (64, 72, 128, 256) for right in (False, True)),
@@ -27,12 +26,7 @@ SAMPLE = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _compiler() -> None:
-    try:
-        nvrtc.find()
-    except nvrtc.CompilerMissing as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("compiler")
 
 
 def products(one: Variant) -> int:

@@ -33,12 +33,7 @@ SAMPLE = (
 RARE = 24  # registers stored or loaded in a pass of the loop, where every feature of the logits comes together
 
 
-@pytest.fixture(autouse=True)
-def _compiler() -> None:
-    try:
-        nvrtc.find()
-    except nvrtc.CompilerMissing as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("compiler")
 
 
 def depth(dim: int) -> int:

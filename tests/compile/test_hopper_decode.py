@@ -20,12 +20,7 @@ from .structs import declared
 MOST_SPILLS = 64  # bytes; where a unit ends they cost nothing
 
 
-@pytest.fixture(autouse=True)
-def _compiler() -> None:
-    try:
-        nvrtc.find()
-    except nvrtc.CompilerMissing as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("compiler")
 
 
 def chosen(

@@ -30,12 +30,7 @@ SAMPLE = {
 each_variant = pytest.mark.parametrize("variant", SAMPLE.values(), ids=SAMPLE.keys())
 
 
-@pytest.fixture(autouse=True)
-def _compiler() -> None:
-    try:
-        nvrtc.find()
-    except nvrtc.CompilerMissing as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("compiler")
 
 
 def made(variant: GemmVariant) -> tuple[Resources, str]:

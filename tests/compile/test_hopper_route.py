@@ -18,12 +18,7 @@ PLAIN = ("", False, True)  # softmax, renormalised
 SIZES = [(32768, 8, 2), (32768, 64, 2), (32768, 128, 8), (4096, 256, 8), (4096, 1024, 16), (128, 128, 8), (1, 128, 8)]
 
 
-@pytest.fixture(autouse=True)
-def _compiler() -> None:
-    try:
-        nvrtc.find()
-    except nvrtc.CompilerMissing as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("compiler")
 
 
 def build(

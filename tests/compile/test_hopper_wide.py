@@ -14,7 +14,6 @@ from flashkernels.attention.hopper.variants import EVERYTHING, label
 from flashkernels.attention.hopper.wide_source import GRAIN
 from flashkernels.attention.hopper.wide_variants import ALONE, DIMS, MIXED, WIDE, wide_variant
 from flashkernels.attention.problem import AttentionProblem
-from flashkernels.jit import nvrtc
 from flashkernels.tiling import TilingError
 
 SAMPLE = (
@@ -26,12 +25,7 @@ SAMPLE = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _compiler() -> None:
-    try:
-        nvrtc.find()
-    except nvrtc.CompilerMissing as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("compiler")
 
 
 def products(one: Variant) -> int:

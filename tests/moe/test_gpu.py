@@ -334,17 +334,18 @@ def test_layer(tokens: int, experts: int, k: int, hidden: int, inner: int) -> No
         assert isinstance(again, Tensor) and torch.equal(again, found.out)
 
 
-def test_layer_in_a_graph_with_a_changing_count() -> None:
-    x, router = torch.randn(500, 256, device="cuda").bfloat16(), torch.randn(8, 256, device="cuda").bfloat16()
+@pytest.mark.parametrize("tokens", [500, 900])
+def test_layer_in_a_graph_with_a_changing_count(tokens: int) -> None:
+    x, router = torch.randn(tokens, 256, device="cuda").bfloat16(), torch.randn(8, 256, device="cuda").bfloat16()
     w_gate_up, w_down = (w.cuda() for w in weights_of(8, 256, 128, torch.bfloat16))
-    used = torch.tensor([500], dtype=torch.int32, device="cuda")
+    used = torch.tensor([tokens], dtype=torch.int32, device="cuda")
     fk.moe.layer(x, router, w_gate_up, w_down, used=used)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = fk.moe.layer(x, router, w_gate_up, w_down, used=used)
     assert isinstance(out, Tensor)
-    for n in (500, 3, 0, 499):
+    for n in (tokens, 3, 0, tokens - 1):
         x.normal_()
         used.fill_(n)
         graph.replay()

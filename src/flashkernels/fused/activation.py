@@ -9,18 +9,9 @@ import torch
 from torch import Tensor
 
 from flashkernels.dispatch import Impl, leaves_the_cpu, select
-from flashkernels.fused.rows import (
-    Plans,
-    RowProblem,
-    Run,
-    check_choice,
-    check_rows,
-    gpu_of,
-    like,
-    needs_triton,
-    row_problem,
-)
+from flashkernels.fused.rows import RowProblem, check_choice, check_rows, gpu_of, like, needs_triton, row_problem
 from flashkernels.hardware import Gpu
+from flashkernels.jit.eager import Plans, Run
 
 APPROXIMATE = {"none": "gelu", "tanh": "gelu_tanh"}
 APPROXIMATIONS = tuple(APPROXIMATE)

@@ -14,9 +14,9 @@ from flashkernels.dispatch import Impl, lacks_triton, leaves_the_cpu, select
 from flashkernels.fused.linear import as_matrix, check_weight, in_fp32, lowered
 from flashkernels.fused.norm import accumulator
 from flashkernels.fused.problem import LossProblem
-from flashkernels.fused.rows import DTYPES, Plans, Run, check_choice, check_number, check_rows, gpu_of, nothing
+from flashkernels.fused.rows import DTYPES, check_choice, check_number, check_rows, gpu_of, nothing
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import followed_only
+from flashkernels.jit.eager import Plans, Run, followed_only
 
 REDUCTIONS = ("mean", "sum", "none")
 SHIFT = 12  # gradients of logits are up to 2 ** 12 times those of a mean: far from both ends of fp16

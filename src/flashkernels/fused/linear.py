@@ -15,9 +15,10 @@ from flashkernels.dispatch import Impl, lacks_triton, leaves_the_cpu, select
 from flashkernels.fused.activation import Activation, activated, activation_backward_op
 from flashkernels.fused.norm import NUMERICS, accumulator, check_eps, check_vector, norm_backward_op, norm_op
 from flashkernels.fused.problem import ACTIVATIONS, LinearProblem
-from flashkernels.fused.rows import DTYPES, Plans, Run, check_choice, check_rows, gpu_of, nothing, registered
+from flashkernels.fused.rows import DTYPES, check_choice, check_rows, gpu_of, nothing, registered
 from flashkernels.fused.triton.linear_tiles import LinearTile, forced_tile
 from flashkernels.hardware import Gpu
+from flashkernels.jit.eager import Plans, Run
 
 # What decides between one kernel and cuBLAS with the activation after it. Speed of our product, cuBLAS's being 1: with
 # SwiGLU 0.99 and 1.01, with GELU 0.81 and 0.87, where both ways then take the same time (H200, 2026-11-15, bf16, 4096

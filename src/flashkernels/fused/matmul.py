@@ -11,8 +11,8 @@ from flashkernels.fused.activation import Activation, forward as activate
 from flashkernels.fused.linear import Linear, Product, as_matrix, forward as multiply, packed
 from flashkernels.fused.norm import Norm, forward as normalise
 from flashkernels.fused.problem import LinearProblem
-from flashkernels.fused.rows import Run
 from flashkernels.hardware import Gpu
+from flashkernels.jit.eager import Run
 
 
 def forward_plan(problem: LinearProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Linear) -> Run:

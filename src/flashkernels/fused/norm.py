@@ -10,9 +10,7 @@ from torch import Tensor
 
 from flashkernels.dispatch import Impl, UnsupportedError, leaves_the_cpu, select
 from flashkernels.fused.rows import (
-    Plans,
     RowProblem,
-    Run,
     check_choice,
     check_like,
     check_number,
@@ -25,6 +23,7 @@ from flashkernels.fused.rows import (
     row_problem,
 )
 from flashkernels.hardware import Gpu
+from flashkernels.jit.eager import Plans, Run
 
 NUMERICS = ("fp32", "hf")
 QUANTISE = {"fp8": (torch.float8_e4m3fn, 448), "int8": (torch.int8, 127)}  # dtype, largest number

@@ -9,18 +9,9 @@ import torch
 from torch import Tensor
 
 from flashkernels.dispatch import Impl, UnsupportedError, leaves_the_cpu, select
-from flashkernels.fused.rows import (
-    DTYPES,
-    Plans,
-    RowProblem,
-    Run,
-    check_choice,
-    check_number,
-    check_rows,
-    gpu_of,
-    needs_triton,
-)
+from flashkernels.fused.rows import DTYPES, RowProblem, check_choice, check_number, check_rows, gpu_of, needs_triton
 from flashkernels.hardware import Gpu
+from flashkernels.jit.eager import Plans, Run
 
 SCALING = (None, "linear", "ntk", "yarn", "llama3")
 

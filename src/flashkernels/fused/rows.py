@@ -17,7 +17,6 @@ from torch import Tensor
 
 from flashkernels.dispatch import lacks_triton
 from flashkernels.hardware import Gpu, detect
-from flashkernels.jit.eager import MOST_PLANS as MOST_PLANS, Plans as Plans, Run as Run  # ops have them from here
 
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from flashkernels.dispatch import Impl, leaves_the_cpu, select
 from flashkernels.fused.draws import MOST_TOKENS, draw
-from flashkernels.fused.rows import DTYPES, Plans, RowProblem, Run, check_number, gpu_of, needs_triton, row_problem
+from flashkernels.fused.rows import DTYPES, RowProblem, check_number, gpu_of, needs_triton, row_problem
 from flashkernels.hardware import Gpu
+from flashkernels.jit.eager import Plans, Run
 
 GREEDY_BELOW = 1e-5  # temperatures
 MOST_NUMBER = 3e38  # what +inf counts as: sums and differences stay numbers

@@ -8,16 +8,9 @@ import torch
 from torch import Tensor
 
 from flashkernels.dispatch import Impl, leaves_the_cpu, select
-from flashkernels.fused.rows import (
-    Plans,
-    RowProblem,
-    Run,
-    check_rows,
-    gpu_of,
-    needs_triton,
-    row_problem,
-)
+from flashkernels.fused.rows import RowProblem, check_rows, gpu_of, needs_triton, row_problem
 from flashkernels.hardware import Gpu
+from flashkernels.jit.eager import Plans, Run
 
 # Best first. "auto" takes the first row that does not reject the problem. `torch` is in this file.
 IMPLS = (

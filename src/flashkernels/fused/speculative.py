@@ -9,9 +9,10 @@ from torch import Tensor
 
 from flashkernels.dispatch import Impl, leaves_the_cpu, select
 from flashkernels.fused.draws import ACCEPT, MOST_TOKENS, NEW_SEGMENT, NEW_TOKEN, draw, first_largest, uniform, words
-from flashkernels.fused.rows import Plans, RowProblem, Run, check_number, gpu_of, needs_triton, row_problem
+from flashkernels.fused.rows import RowProblem, check_number, gpu_of, needs_triton, row_problem
 from flashkernels.fused.sampling import ALLOWED, GREEDY_BELOW, INTEGERS, MOST_NUMBER, check_tensor
 from flashkernels.hardware import Gpu
+from flashkernels.jit.eager import Plans, Run
 
 MOST_NODES = 1024
 

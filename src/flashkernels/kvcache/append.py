@@ -10,9 +10,9 @@ from torch import Tensor
 from flashkernels.dispatch import Impl, UnsupportedError, lacks_triton, leaves_the_cpu, select
 from flashkernels.formats import encode
 from flashkernels.fused.rope import rope
-from flashkernels.fused.rows import DTYPES, Plans, RowProblem, Run, check_rows, gpu_of
+from flashkernels.fused.rows import DTYPES, RowProblem, check_rows, gpu_of
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import unwatched
+from flashkernels.jit.eager import Plans, Run, unwatched
 from flashkernels.kvcache.cache import PagedCache, readable
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from flashkernels.dispatch import Impl, leaves_the_cpu, select
-from flashkernels.fused.rows import DTYPES, Plans, RowProblem, Run, gpu_of, needs_triton, nothing
+from flashkernels.fused.rows import DTYPES, RowProblem, gpu_of, needs_triton, nothing
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import unwatched
+from flashkernels.jit.eager import Plans, Run, unwatched
 from flashkernels.moe import reference
 from flashkernels.moe.plan import Plan
 

@@ -9,18 +9,9 @@ from torch import Tensor
 
 from flashkernels.dispatch import Impl, UnsupportedError, lacks_triton, leaves_the_cpu, select
 from flashkernels.fused.linear import lowered
-from flashkernels.fused.rows import (
-    DTYPES,
-    MOST_PLANS,
-    Plans,
-    Run,
-    check_choice,
-    check_number,
-    gpu_of,
-    nothing,
-)
+from flashkernels.fused.rows import DTYPES, check_choice, check_number, gpu_of, nothing
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import unwatched
+from flashkernels.jit.eager import MOST_PLANS, Plans, Run, unwatched
 from flashkernels.moe import reference
 from flashkernels.moe.hopper import gemm_tiles as hopper
 from flashkernels.moe.hopper.gemm_tiles import HopperGemmTile

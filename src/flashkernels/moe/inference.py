@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from flashkernels.fused.rows import DTYPES, MOST_PLANS, Run, signature
+from flashkernels.fused.rows import DTYPES, signature
+from flashkernels.jit.eager import MOST_PLANS, Run
 from flashkernels.moe.combine import Combine, forward as combines
 from flashkernels.moe.gemm import ALPHA, LIMIT, Gemm, Tile, forward as products
 from flashkernels.moe.hopper.route_tiles import HopperRouteTile

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from flashkernels.dispatch import Impl, lacks_triton, leaves_the_cpu, select
-from flashkernels.fused.rows import DTYPES, Plans, Run, check_choice, check_number, gpu_of
+from flashkernels.fused.rows import DTYPES, check_choice, check_number, gpu_of
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import unwatched
+from flashkernels.jit.eager import Plans, Run, unwatched
 from flashkernels.moe import reference
 from flashkernels.moe.hopper.route_tiles import HopperRouteTile, forced_tile, rejects as needs_hopper
 from flashkernels.moe.plan import BLOCKS, MOST_EXPERTS, MOST_K, Plan, block_rows, plan_of, sizes

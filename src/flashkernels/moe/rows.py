@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from flashkernels.dispatch import Impl, UnsupportedError, leaves_the_cpu, select
-from flashkernels.fused.rows import Plans, RowProblem, Run, check_choice, check_rows, gpu_of, needs_triton, row_problem
+from flashkernels.fused.rows import RowProblem, check_choice, check_rows, gpu_of, needs_triton, row_problem
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import unwatched
+from flashkernels.jit.eager import Plans, Run, unwatched
 from flashkernels.moe.weights import BLOCK, DTYPES, ROUNDED, rounded_rows
 
 # Best first. "auto" takes the first row that does not reject the problem. `torch` is in this file.

@@ -102,7 +102,8 @@ def _transfers(device: str) -> dict[str, tuple[int, Callable[[], Any]]]:
     size = COPY_BYTES if device == "cuda" else CPU_COPY_BYTES
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
-    # A kernel that reads and writes: in a graph torch's copy_ is left to the copy engine (H200: 2.7 for 4.2 TB/s).
+    # A kernel that reads and writes: in a graph torch's copy_ is left to the copy engine (H200, 2026-11-15: 2.7 for
+    # 4.2 TB/s).
     found: dict[str, tuple[int, Callable[[], Any]]] = {"copy": (2 * size, lambda: torch.neg(source, out=target))}
     if device == "cuda":
         inside = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size // 4  # with its copy, half

@@ -101,7 +101,7 @@ struct Producer {
       }
       t = broadcast(t);
     }
-    if (lane == 0) leave_counters(p, gridDim.x);
+    if (lane == 0) leave_counters(p.counters, gridDim.x);
   }
 
   DEVICE void load_keys(const Work& w, int batch) {

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 HEADERS = (
-    "prelude", "mbarrier", "tma", "wgmma", "backward_params", "work", "backward_schedule", "backward_rows",
+    "prelude", "counter", "mbarrier", "tma", "wgmma", "backward_params", "work", "backward_schedule", "backward_rows",
     "backward_queries", "backward_tile", "backward_split", "backward_pair", "backward_dq",
 )  # fmt: skip
 BLOCK = 64  # queries of a block

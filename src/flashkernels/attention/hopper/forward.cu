@@ -112,7 +112,7 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int lane) {
     load_v(w, tile);
     t = __shfl_sync(~0u, t, 0);
   }
-  if (rank == 0 && leader) leave_counters(p, (int)gridDim.x / CLUSTER);
+  if (rank == 0 && leader) leave_counters(p.counters, (int)gridDim.x / CLUSTER);
 }
 
 struct Consumer {

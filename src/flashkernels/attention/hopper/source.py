@@ -12,8 +12,8 @@ from pathlib import Path
 from flashkernels.attention.hopper import wide_source
 
 HEADERS = (
-    "prelude", "mbarrier", "tma", "wgmma", "params", "layout", "work", "schedule", "mask", "softmax", "careful",
-    "epilogue", "values",
+    "prelude", "counter", "mbarrier", "tma", "wgmma", "params", "layout", "work", "schedule", "mask", "softmax",
+    "careful", "epilogue", "values",
 )  # fmt: skip
 REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}  # of a producer and a consumer thread, by consumer warpgroups
 

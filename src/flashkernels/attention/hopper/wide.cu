@@ -94,7 +94,7 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int share, int lane) {
     }
     t = __shfl_sync(~0u, t, 0);
   }
-  if (draws && leader) leave_counters(p, (int)gridDim.x / CLUSTER);
+  if (draws && leader) leave_counters(p.counters, (int)gridDim.x / CLUSTER);
 }
 
 struct Consumer {

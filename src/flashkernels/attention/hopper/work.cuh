@@ -1,6 +1,7 @@
 // The tiles that blocks draw from a counter, and how a producer hands them to its consumers. Included behind the Params
 // of a kernel, forward or backward, by the header that says what a tile is.
 #pragma once
+#include "counter.cuh"
 #include "mbarrier.cuh"
 
 // One tile. `id` < 0: there is none left.
@@ -10,27 +11,6 @@ struct Work {
 };
 
 DEVICE int total_tiles(const Params& p) { return VARLEN ? p.order[p.batch] : p.tiles; }
-
-// Largest i with starts[i] <= t, found by a whole warp: 32 probes at a time.
-DEVICE int last_not_after(const int* starts, int count, int t, int lane) {
-  int low = 0;
-  for (int width = count; width > 1;) {
-    const int step = ceil_div(width, 32), at = low + lane * step;
-    const u32 hits = __ballot_sync(~0u, at < min(low + width, count) && starts[at] <= t);
-    low += (31 - __clz(hits | 1)) * step;
-    width = min(step, count - low);
-  }
-  return low;
-}
-
-// The last of the blocks, or clusters, leaves the counters as it found them. For one thread.
-DEVICE void leave_counters(const Params& p, int blocks) {
-  __threadfence();
-  if (atomicAdd(p.counters + 1, 1) == blocks - 1) {
-    p.counters[0] = p.counters[1] = 0;
-    __threadfence();
-  }
-}
 
 // The producer hands tiles to the consumers through two slots in shared memory.
 struct Mailbox {

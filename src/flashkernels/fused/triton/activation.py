@@ -10,10 +10,10 @@ from torch import Tensor
 
 from flashkernels.fused import activation
 from flashkernels.fused.activation import Activation
-from flashkernels.fused.rows import RowProblem, Run, like, row_view
+from flashkernels.fused.rows import RowProblem, like, row_view
 from flashkernels.fused.triton.blocks import Launch, piece, pieces, row_starts
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import room
+from flashkernels.jit.eager import Run, room
 
 FAR = tl.constexpr(activation.FAR)
 ROOT_HALF = tl.constexpr(0.7071067811865476)

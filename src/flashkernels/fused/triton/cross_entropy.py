@@ -13,10 +13,10 @@ from torch import Tensor
 from flashkernels.fused.cross_entropy import LinearLoss, Loss, check_range, empty
 from flashkernels.fused.linear import as_matrix
 from flashkernels.fused.problem import BYTES, LossProblem
-from flashkernels.fused.rows import Plans, Run, gpu_of, row_view
+from flashkernels.fused.rows import gpu_of, row_view
 from flashkernels.fused.triton.blocks import Launch, resident
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import room
+from flashkernels.jit.eager import Plans, Run, room
 
 LEAST = tl.constexpr(float("-inf"))
 PER_LANE = 8  # logits that share a maximum while it is not final: 16 bytes

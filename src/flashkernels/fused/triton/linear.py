@@ -10,14 +10,13 @@ from torch import Tensor
 
 from flashkernels.fused.linear import Linear, Product, as_matrix, empty
 from flashkernels.fused.problem import LinearProblem
-from flashkernels.fused.rows import Run
 from flashkernels.fused.triton import linear_tiles as tiles
 from flashkernels.fused.triton.activation import activated
 from flashkernels.fused.triton.blocks import Launch
 from flashkernels.fused.triton.linear_tiles import LinearTile
 from flashkernels.fused.triton.operands import across, load_part, load_rows
 from flashkernels.hardware import GPUS, Gpu
-from flashkernels.jit.eager import room
+from flashkernels.jit.eager import Run, room
 from flashkernels.jit.launch import Descriptor
 
 

@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from flashkernels.fused.norm import QUANTISE, Norm, NormBackward, Normed, empty
-from flashkernels.fused.rows import RowProblem, Run, like, nothing, row_view
+from flashkernels.fused.rows import RowProblem, like, nothing, row_view
 from flashkernels.fused.triton.blocks import Blocks, Launch, blocks, resident, row_starts
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import room
+from flashkernels.jit.eager import Run, room
 
 WIDEST, WIDEST_BACKWARD = 16384, 8192  # elements of a row that the registers of one program hold
 COLUMNS = Blocks(4, 512, False, 4)  # of the sums over the rows that are wider
@@ -316,8 +316,8 @@ def walk(gpu: Gpu | None, block: Blocks, element_bytes: int, total: bool, aligne
     """Stages of the walk over rows, and the programs that fill the GPU. `total`: the sum's gradient is read as well.
 
     Loads that run ahead keep the memory busy with 8 warps a multiprocessor, and few programs leave few sums to add up
-    (H200, 16384 x 4096, bf16: 103 us; without them, 32 warps, 137). Where less than 4 stages fit, other programs hide
-    a program's loads.
+    (H200, 2026-11-15, 16384 x 4096, bf16: 103 us; without them, 32 warps, 137). Where less than 4 stages fit, other
+    programs hide a program's loads.
     """
     if gpu is None or not block.whole or not aligned:
         return 1, resident(gpu, block.warps)

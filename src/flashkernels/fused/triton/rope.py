@@ -9,10 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from flashkernels.fused.rope import Rope
-from flashkernels.fused.rows import RowProblem, Run
+from flashkernels.fused.rows import RowProblem
 from flashkernels.fused.triton.blocks import ELEMENTS, PER_THREAD, Launch
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import room
+from flashkernels.jit.eager import Run, room
 
 
 @triton.jit

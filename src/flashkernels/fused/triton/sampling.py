@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashkernels.fused.draws import MOST_SEGMENTS, segment_of
-from flashkernels.fused.rows import RowProblem, Run
+from flashkernels.fused.rows import RowProblem
 from flashkernels.fused.sampling import GREEDY_BELOW, MOST_NUMBER, Numbers, Sample, Sampled
 from flashkernels.fused.triton.blocks import Launch
 from flashkernels.fused.triton.draws import (
@@ -38,7 +38,7 @@ from flashkernels.fused.triton.draws import (
     segment_sums,
 )
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import room
+from flashkernels.jit.eager import Run, room
 
 TILE = 4096  # tokens that a program of the scan has
 SMALL_TILE = 2048  # where there are few rows: more programs

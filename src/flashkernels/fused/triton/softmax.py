@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashkernels.fused.rows import RowProblem, Run, like, row_view
+from flashkernels.fused.rows import RowProblem, like, row_view
 from flashkernels.fused.softmax import Softmax
 from flashkernels.fused.triton.blocks import Launch, blocks, row_starts
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import room
+from flashkernels.jit.eager import Run, room
 
 WIDEST = 16384  # elements of a row that the registers of one program hold
 LEAST = tl.constexpr(float("-inf"))

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashkernels.fused.draws import segment_of
-from flashkernels.fused.rows import RowProblem, Run
+from flashkernels.fused.rows import RowProblem
 from flashkernels.fused.speculative import Accept, Accepted, Numbers
 from flashkernels.fused.triton.blocks import Launch
 from flashkernels.fused.triton.draws import (
@@ -30,7 +30,7 @@ from flashkernels.fused.triton.draws import (
 )
 from flashkernels.fused.triton.sampling import GREEDY, Scan, numbers_at, row_settings, setting
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import room
+from flashkernels.jit.eager import Run, room
 
 TILE = 8192  # tokens at a time of a walk over a row
 WARPS = 16

@@ -10,9 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from flashkernels.formats import SMALLEST_SCALE, Format, lookup
-from flashkernels.fused.rows import RowProblem, Run
+from flashkernels.fused.rows import RowProblem
 from flashkernels.fused.triton.blocks import ELEMENTS, PER_THREAD, Launch
 from flashkernels.hardware import Gpu
+from flashkernels.jit.eager import Run
 from flashkernels.kvcache.append import Append
 from flashkernels.kvcache.cache import DTYPES
 

@@ -51,7 +51,7 @@ DEVICE void produce(const Params& p, u32 smem, const Cut& cut, int* table, u32 r
     }
     t = __shfl_sync(~0u, t, 0);
   }
-  if (rank == 0 && lane == 0) leave_counters(p);
+  if (rank == 0 && lane == 0) leave_counters(p.counters, (int)gridDim.x / CLUSTER);
 }
 
 // Rows gathered by the loads, one by one: by the other three warps of the producer's warpgroup, as one warp issues a load

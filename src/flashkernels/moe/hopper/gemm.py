@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashkernels.fused.rows import Run
 from flashkernels.hardware import Gpu
 from flashkernels.jit import driver, nvrtc
 from flashkernels.jit.counters import counters
+from flashkernels.jit.eager import Run
 from flashkernels.moe.gemm import Gemm
 from flashkernels.moe.hopper import gemm_source as source, gemm_tiles
 from flashkernels.moe.hopper.gemm_source import THREADS, GemmVariant

@@ -1,5 +1,6 @@
 // Which tile a block works on next: from the plan's offsets, on the device; and how its producer tells the consumers.
 #pragma once
+#include "counter.cuh"
 #include "gemm_cut.cuh"
 #include "gemm_params.cuh"
 #include "mbarrier.cuh"
@@ -64,36 +65,15 @@ DEVICE void count_before(const Cut& cut, int* table, int experts, int lane) {
   __syncwarp();
 }
 
-// The last expert whose tiles start at or before row tile `t`: one that has any. Found by a warp, 32 probes at a time.
-DEVICE int expert_of(const int* table, int experts, int t, int lane) {
-  int low = 0;
-  for (int width = experts; width > 1;) {
-    const int step = ceil_div(width, 32), at = low + lane * step;
-    const u32 hits = __ballot_sync(~0u, at < min(low + width, experts) && table[at] <= t);
-    low += (31 - __clz(hits | 1)) * step;
-    width = min(step, experts - low);
-  }
-  return low;
-}
-
-// Tile t, by a whole warp. Tiles are sorted by expert.
+// Tile t, by a whole warp. Tiles are sorted by expert; the last one that starts at or before t has some.
 DEVICE Work decode(const Params& p, const Cut& cut, const int* table, int t, int lane) {
-  const int expert = expert_of(table, p.experts, t / p.features, lane);
+  const int expert = last_not_after(table, p.experts, t / p.features, lane);
   const int start = p.offsets[expert], rows = p.offsets[expert + 1] - start;
   const int granules = granules_of(rows, GRANULE), tiles = tiles_of(granules, cut.most);
   const Place at = place(t - table[expert] * p.features, tiles, p.features, TOGETHER);
   const Piece cutout = piece(granules, tiles, at.row);
   const int first = cutout.first * GRANULE;
   return {cutout.count, start + first, min(rows - first, cutout.count * GRANULE), at.feature * 2 * SHARE * CLUSTER, expert};
-}
-
-// The last of the clusters leaves the counters as it found them. For one thread.
-DEVICE void leave_counters(const Params& p) {
-  __threadfence();
-  if (atomicAdd(p.counters + 1, 1) == (int)gridDim.x / CLUSTER - 1) {
-    p.counters[0] = p.counters[1] = 0;
-    __threadfence();
-  }
 }
 
 // The producer hands tiles to the consumers through two slots in shared memory; in a cluster that of its first block

@@ -10,7 +10,7 @@ from pathlib import Path
 from flashkernels.moe.hopper.gemm_tiles import GRANULE, MOST_EXPERTS, stage_bytes
 
 OWN_HEADERS = ("gemm_params", "gemm_cut", "gemm_schedule", "gemm_epilogue")
-SHARED_HEADERS = ("prelude", "mbarrier", "tma", "wgmma")  # of attention/hopper
+SHARED_HEADERS = ("prelude", "counter", "mbarrier", "tma", "wgmma")  # of attention/hopper
 THREADS = 384
 REGISTERS = 40, 232  # of a producer and a consumer thread: with two consumers 168 at launch, 504 in all
 FIXED = 48.0  # rows that the weights of a tile cost as much as (predicted for an H200, 2026-11)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashkernels.fused.rows import DTYPES, Run
+from flashkernels.fused.rows import DTYPES
 from flashkernels.hardware import Gpu
 from flashkernels.jit import driver, nvrtc
 from flashkernels.jit.counters import counters
-from flashkernels.jit.eager import compiled, room
+from flashkernels.jit.eager import Run, compiled, room
 from flashkernels.moe.hopper.route_tiles import Cut, HopperRouteTile, cut, own_experts, tile_of
 from flashkernels.moe.plan import most_tiles, sizes
 from flashkernels.moe.problem import RouteProblem

@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashkernels.fused.rows import Run, nothing
+from flashkernels.fused.rows import nothing
 from flashkernels.fused.triton.blocks import Launch
 from flashkernels.hardware import Gpu
+from flashkernels.jit.eager import Run
 from flashkernels.moe.combine import Combine, combined
 from flashkernels.moe.gemm import GemmBackward
 from flashkernels.moe.plan import MOST_EXPERTS, most_tiles, plan_of

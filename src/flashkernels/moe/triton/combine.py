@@ -9,9 +9,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from flashkernels.fused.rows import RowProblem, Run, nothing
+from flashkernels.fused.rows import RowProblem, nothing
 from flashkernels.fused.triton.blocks import Launch, pieces
 from flashkernels.hardware import Gpu
+from flashkernels.jit.eager import Run
 from flashkernels.moe.combine import Combine
 from flashkernels.moe.triton.early import launched_early, starts_early
 

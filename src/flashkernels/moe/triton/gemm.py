@@ -11,11 +11,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashkernels.fused.rows import Run
 from flashkernels.fused.triton.activation import activated
 from flashkernels.fused.triton.blocks import Launch
 from flashkernels.fused.triton.operands import across, load_part, load_rows
 from flashkernels.hardware import GPUS, Gpu
+from flashkernels.jit.eager import Run
 from flashkernels.jit.launch import Descriptor, Launcher, compile_options
 from flashkernels.jit.mode import interpreting
 from flashkernels.moe import weights

@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashkernels.fused.rows import Run
 from flashkernels.fused.triton.blocks import Launch
 from flashkernels.hardware import Gpu
 from flashkernels.jit.counters import counters
+from flashkernels.jit.eager import Run
 from flashkernels.moe.plan import MOST_EXPERTS, Cutter, Plan, most_tiles
 from flashkernels.moe.problem import RouteProblem
 from flashkernels.moe.route import Call, Regroup

@@ -10,10 +10,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashkernels.fused.rows import RowProblem, Run
+from flashkernels.fused.rows import RowProblem
 from flashkernels.fused.triton.blocks import Launch
 from flashkernels.fused.triton.norm import quantised, scale_of
 from flashkernels.hardware import Gpu
+from flashkernels.jit.eager import Run
 from flashkernels.moe.rows import Rounding
 from flashkernels.moe.triton.early import launched_early, starts_early
 from flashkernels.moe.weights import BLOCK, DTYPES, MOST
