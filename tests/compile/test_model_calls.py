@@ -28,7 +28,7 @@ from flashkernels.decode import api as decode_api
 from flashkernels.hardware import Gpu, lookup
 from flashkernels.jit.eager import Plans
 from flashkernels.jit.notes import Noted, noting
-from flashkernels.moe import gemm, inference
+from flashkernels.moe import gemm
 from flashkernels.moe.plan import sizes
 from flashkernels.moe.problem import GemmProblem, RouteProblem
 from flashkernels.moe.triton import route
@@ -117,7 +117,6 @@ class Asked:
         monkeypatch.setattr(gemm.Prepared, "find", lambda _, tensors, call: gemm._plan(tensors, call))
         monkeypatch.setattr(decode_api, "_plans", {})
         monkeypatch.setattr(attention_api, "_backward_plans", {})
-        monkeypatch.setattr(inference, "_known", {})
         fusable = attention_api._fusable
         monkeypatch.setattr(attention_api, "_fusable", lambda _, impl: fusable("cuda", impl))
         monkeypatch.setattr(route, "zeros_for", lambda x: route.Address(1 << 20))

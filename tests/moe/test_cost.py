@@ -86,6 +86,9 @@ MULTIPLIED = {("mixtral-8x7b", 1024): (745, 399), ("mixtral-8x7b", 4096): (2768,
               ("mixtral-8x7b", 16384): (11057, 5605), ("qwen3-30b-a3b", 1024): (208, 113),
               ("qwen3-30b-a3b", 4096): (389, 201), ("qwen3-30b-a3b", 16384): (1351, 696)}  # fmt: skip
 
+FP8_LAYERS = {("mixtral-8x7b", 1024): 746, ("mixtral-8x7b", 4096): 2499, ("mixtral-8x7b", 16384): 9693,
+              ("qwen3-30b-a3b", 1024): 217, ("qwen3-30b-a3b", 4096): 472, ("qwen3-30b-a3b", 16384): 1582}  # fmt: skip
+
 
 @pytest.mark.parametrize("size", ROUTED, ids=str)
 def test_routings_on_hopper_are_near_what_was_measured(size: tuple[int, int, int]) -> None:
@@ -104,6 +107,14 @@ def test_products_on_hopper_are_near_what_was_measured(model: str, tokens: int) 
         if part.problem.gather and not part.tile.fused:
             found += cost.LAUNCH + 4 * part.problem.rows * hidden / (cost.BANDWIDTH * H200.bandwidth)
         assert found * 1e6 == pytest.approx(measured, rel=0.12)
+
+
+@pytest.mark.parametrize(("model", "tokens"), FP8_LAYERS)
+def test_layers_in_fp8_on_hopper_are_near_what_was_measured(model: str, tokens: int) -> None:
+    experts, k, hidden, inner = MODELS[model]
+    why = moe.explain(tokens, hidden, inner, experts, k, weights="fp8", gpu="h200")
+    assert [part.impl for part in why.parts] == ["hopper", "hopper"] and why.predicted
+    assert why.predicted * 1e6 == pytest.approx(FP8_LAYERS[model, tokens], rel=0.15)
 
 
 def test_a_layer_of_one_implementation_is_explained_too() -> None:

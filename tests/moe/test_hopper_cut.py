@@ -129,6 +129,13 @@ def test_large_loads_are_served() -> None:
     assert gemm_tiles.defers(problem(), lookup("h200")) is None
 
 
+@pytest.mark.parametrize("weights", ["fp8", "int8"])
+@pytest.mark.parametrize("out", ["", "bf16", "fp16"])
+def test_weights_in_8_bits_with_scales_of_rows_are_served(weights: str, out: str) -> None:
+    assert gemm_tiles.refuses(problem(dtype=weights, weights=weights, out=out), lookup("h200")) is None
+    assert gemm_tiles.choose(problem(dtype=weights, weights=weights)) == gemm_tiles.choose(problem())
+
+
 def test_tiles_by_rows_and_features() -> None:
     wide, few = HopperGemmTile(192, 4, cluster=2), HopperGemmTile(96, 5, fused=True)
     assert gemm_tiles.choose(problem()) == wide and gemm_tiles.choose(problem(n=5760)) == wide
@@ -148,6 +155,11 @@ def test_tiles_by_rows_and_features() -> None:
         ({"dtype": "fp32"}, "h200", "fp32"),
         ({"weights": "w4"}, "h200", "w4"),
         ({"out": "fp32"}, "h200", "writes bf16"),
+        ({"dtype": "fp8", "weights": "fp8", "out": "fp32"}, "h200", "writes fp16 and bf16"),
+        ({"dtype": "fp8", "weights": "fp8_block"}, "h200", "scales that change along the depth"),
+        ({"dtype": "int8", "weights": "fp8"}, "h200", "no kernel for fp8"),
+        ({"dtype": "bf16", "weights": "fp8"}, "h200", "no kernel for fp8"),
+        ({"dtype": "fp8", "weights": "fp8", "depth": 72}, "h200", "depth=72 is not a multiple of 16"),
         ({"activation": "geglu"}, "h200", "geglu"),
         ({"experts": 513}, "h200", "513 experts"),
         ({"depth": 100}, "h200", "depth=100"),

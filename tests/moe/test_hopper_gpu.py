@@ -104,6 +104,138 @@ def test_rows_of_other_experts_do_not_reach_a_tile() -> None:
     assert found[3:12].isnan().all()
 
 
+# 8 bits
+
+
+def check_small(
+    format: str, tokens: int, experts: int, k: int, n: int, depth: int, kind: str = "none", *, skew: float = 0.0,
+    gather: bool = True, interleaved: bool = False, dtype: torch.dtype = torch.bfloat16, extras: bool = False,
+) -> None:  # fmt: skip
+    """Against the product of what the rounded numbers stand for, in fp64, as Triton's is tested."""
+    logits = torch.randn(tokens, experts, device="cuda") - skew * torch.arange(experts, device="cuda")
+    routing = fk.moe.route(logits, k)
+    plan = routing.plan
+    assert plan is not None
+    small = fk.moe.quantise(torch.randn(experts, n, depth, device="cuda") / depth**0.5, format)
+    rows = tokens if gather else tokens * k
+    x, x_scale = fk.moe.round_rows(torch.randn(rows, depth, device="cuda").to(dtype), format)
+    extra: dict[str, Any] = {}
+    if extras:
+        extra = {"bias": torch.randn(experts, n, device="cuda"), "row_weights": routing.weights}
+    found = fk.moe.grouped_gemm(
+        x, small, plan, gather=gather, activation=kind, interleaved=interleaved, x_scale=x_scale, out_dtype=dtype,
+        impl="hopper", **extra,
+    )  # fmt: skip
+    assert found.dtype == dtype
+    wide, w = x.double() * x_scale.double()[:, None], fk.moe.dequantise(small).double()
+    double = {name: y.double() for name, y in extra.items()}
+    want = fk.moe.grouped_gemm(
+        wide, w, plan, gather=gather, activation=kind, interleaved=interleaved, impl="torch", **double
+    )
+    bias = extra.get("bias")
+    plain = fk.moe.grouped_gemm(wide.float(), w.float(), plan, gather=gather, bias=bias, impl="torch").to(dtype)
+    plain = oracle.activate(plain, kind, interleaved)
+    if extras:
+        plain = plain * routing.weights.reshape(-1)[plan.permutation.long()][:, None].to(dtype)
+    oracle.assert_close(found, plain, want, dtype)
+
+
+each_format = pytest.mark.parametrize("format", ["fp8", "int8"])
+SMALL_TILES = (HopperGemmTile(192, 4, cluster=2), HopperGemmTile(96, 5, fused=True), HopperGemmTile(96, 5, cluster=2))
+each_small_tile = pytest.mark.parametrize("tile", SMALL_TILES, ids=lambda tile: tile.name)
+
+
+@each_format
+@each_small_tile
+@pytest.mark.parametrize(("kind", "interleaved"), [("none", False), ("swiglu", False), ("swiglu", True)])
+@pytest.mark.parametrize("gather", [True, False], ids=["gathered", "sorted"])
+def test_small_epilogue(format: str, gather: bool, kind: str, interleaved: bool, tile: HopperGemmTile) -> None:
+    with use_tile(tile=tile):
+        check_small(format, 500, 8, 2, 512, 256, kind, interleaved=interleaved, gather=gather)
+
+
+@each_format
+@pytest.mark.parametrize(("n", "depth"), [(8, 16), (136, 80), (1000, 1008), (264, 2064), (512, 14336)])
+@pytest.mark.parametrize("kind", ["none", "swiglu"])
+@pytest.mark.parametrize("tokens", [100, 1500], ids=["few", "many"])
+def test_small_sizes(format: str, tokens: int, kind: str, n: int, depth: int) -> None:
+    check_small(format, tokens, 5, 2, n if kind == "none" else 2 * n, depth, kind)
+
+
+@each_format
+@each_small_tile
+@pytest.mark.parametrize("skew", [0.0, 0.3, 100.0], ids=["even", "skewed", "one expert"])
+@pytest.mark.parametrize("tokens", [1, 16, 300, 3000])
+def test_small_loads(format: str, tokens: int, skew: float, tile: HopperGemmTile) -> None:
+    with use_tile(tile=tile):
+        check_small(format, tokens, 37, 2, 384, 512, "swiglu", skew=skew)
+
+
+@each_format
+def test_small_every_number_of_rows(format: str) -> None:
+    for rows in (*range(8, 193, 8), 193, 385, 1000):
+        for tile in (HopperGemmTile(192, 4, cluster=2), HopperGemmTile(96, 5, fused=True)):
+            with use_tile(tile=tile):
+                check_small(format, rows, 1, 1, 256 * 132, 256)
+
+
+@each_format
+@pytest.mark.parametrize("kind", ["none", "swiglu"])
+@pytest.mark.parametrize("gather", [True, False], ids=["gathered", "sorted"])
+@pytest.mark.parametrize(
+    ("tokens", "dtype"), [(250, torch.bfloat16), (250, torch.float16), (1500, torch.bfloat16)], ids=str
+)
+def test_small_bias_and_row_weights(format: str, tokens: int, dtype: torch.dtype, gather: bool, kind: str) -> None:
+    check_small(format, tokens, 6, 2, 272, 144, kind, gather=gather, dtype=dtype, extras=True)
+
+
+def test_int8_is_exact_and_like_triton_s() -> None:
+    """Sums of whole numbers: only the scales round, and nearly in the same order."""
+    plan = fk.moe.route(torch.randn(2000, 8, device="cuda"), 2).plan
+    assert plan is not None
+    small = fk.moe.quantise(torch.randn(8, 512, 4096, device="cuda") / 64, "int8")
+    x, scale = fk.moe.round_rows(torch.randn(2000, 4096, device="cuda").bfloat16(), "int8")
+    found, want = (fk.moe.grouped_gemm(x, small, plan, x_scale=scale, impl=impl) for impl in ("hopper", "triton"))
+    torch.testing.assert_close(found, want, rtol=2.0**-7, atol=0)
+
+
+@each_format
+def test_a_row_that_is_not_finite_stays_alone(format: str) -> None:
+    plan = fk.moe.presorted(torch.tensor([3, 0, 9, 1], device="cuda"), 13)
+    x = torch.randn(13, 64, device="cuda").bfloat16()
+    x[4, 7], x[12, 0] = torch.nan, torch.inf
+    small = fk.moe.quantise(torch.randn(4, 128, 64, device="cuda"), format)
+    found = fk.moe.grouped_gemm(x, small, plan, gather=False, impl="hopper")
+    bad = torch.zeros(13, dtype=torch.bool, device="cuda")
+    bad[4] = bad[12] = True
+    assert torch.equal(found.isnan().all(1), bad) and found[~bad].isfinite().all()
+
+
+@each_format
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(2000, 8, 2), (1000, 64, 6), (700, 8, 2)])
+def test_small_layer(format: str, tokens: int, experts: int, k: int) -> None:
+    """Against experts in fp64 that round nothing: the error is that of the rounding, which torch makes, too."""
+    x = torch.randn(tokens, 512, device="cuda").bfloat16()
+    router = torch.randn(experts, 512, device="cuda").bfloat16()
+    up, down = (fk.moe.quantise(w.cuda(), format) for w in weights_of(experts, 512, 272, torch.bfloat16))
+    parts = fk.moe.explain(tokens, 512, 272, experts, k, weights=format, gpu="h200").parts
+    assert [part.impl for part in parts] == ["hopper"] * 2
+    with torch.no_grad():
+        found = fk.moe.layer(x, router, up, down, k=k, return_routing=True)
+        assert isinstance(found, fk.moe.Layered)
+        weights, ids, _ = found.routing
+        w_gate_up, w_down = (fk.moe.dequantise(w).double() for w in (up, down))
+        want = oracle.experts(x.double(), weights, ids, w_gate_up, w_down)
+        plain = fk.moe.layer(x, None, up, down, routing=found.routing, impl="torch")
+        assert isinstance(plain, Tensor)
+        oracle.assert_close(found.out, plain, want, torch.bfloat16)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = fk.moe.layer(x, router, up, down, k=k)
+        graph.replay()
+        assert isinstance(again, Tensor) and torch.equal(again, found.out)
+
+
 def test_gradients_are_triton_s() -> None:
     plan = fk.moe.route(torch.randn(1000, 8, device="cuda"), 2).plan
     assert plan is not None

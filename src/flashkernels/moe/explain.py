@@ -116,7 +116,8 @@ def explain(
     parts = []
     for name, n, depth, kind, gathers in shapes:
         one = GemmProblem(
-            tokens * k, experts, n, depth, multiplied, device, weights, kind, gathers, block, group
+            tokens * k, experts, n, depth, multiplied, device, weights, kind, gathers, block, group,
+            "" if multiplied == dtype else dtype,
         )  # fmt: skip
         serves = select(gemm.IMPLS, one, chip, impl).name
         parts.append(Part(name, one, serves, *_tile(one, chip, serves, not gathers)))

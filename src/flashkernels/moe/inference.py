@@ -1,7 +1,7 @@
 """The layer without gradients: what its parts run is found once for each kind of call, and kept together.
 
 Each part alone looks up what to run by the kinds of its own tensors. But those of a layer follow from its arguments:
-one look-up serves all parts, which takes 39 µs of Python instead of 72 (docs/notes/moe.md).
+one look-up serves all parts (docs/notes/moe.md has what it saves).
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from flashkernels.fused.rows import DTYPES, signature
-from flashkernels.jit.eager import MOST_PLANS, Run
+from flashkernels.fused.rows import DTYPES
+from flashkernels.jit.eager import Plans, Run
 from flashkernels.moe.combine import Combine, forward as combines
 from flashkernels.moe.gemm import ALPHA, LIMIT, Gemm, Tile, forward as products
 from flashkernels.moe.hopper.route_tiles import HopperRouteTile
-from flashkernels.moe.plan import plan_of
 from flashkernels.moe.problem import Epilogue
-from flashkernels.moe.route import Routing, call_of, forward as routings
+from flashkernels.moe.route import call_of, forward as routings
 from flashkernels.moe.rows import Rounding, forward as roundings
 from flashkernels.moe.triton.tiles import GemmTile
 from flashkernels.moe.weights import ROUNDED
 
 
 class Tensors(NamedTuple):
-    """Of a layer, as its parts take them. x is (T, H), and `shared` what all tokens get."""
+    """Of a layer, as its parts take them. x is (T, H), and `shared` what all tokens get. Either there is a router, or
+    its routing is given: the weights and the six tensors of a plan."""
 
     x: Tensor
     router_weight: Tensor | None
@@ -40,25 +40,54 @@ class Tensors(NamedTuple):
     down_scale: Tensor | None
     bias_down: Tensor | None
     shared: Tensor | None
+    weights: Tensor | None
+    plan: tuple[Tensor, ...]
+
+
+UNROUTED = (None,) * 7  # in the place of weights and plan
 
 
 class Settings(NamedTuple):
     """All else that decides what a layer does."""
 
     # as `route.call_of` takes them, from k to span
-    routing: tuple[int, str, bool, int, int, str, float, tuple[int, ...] | None]
-    epilogue: Epilogue
+    k: int
+    score: str
+    renormalise: bool
+    groups: int
+    top_groups: int
+    group_score: str
+    scale: float
+    span: tuple[int, ...] | None
+    # of an `Epilogue`
+    activation: str
+    interleaved: bool
+    alpha: float
+    limit: float
     gate_up: tuple[str, int, int]  # format, group, depth
     down: tuple[str, int, int]
+    block: int  # rows of the plan's tiles, where the routing is given
     impl: str
-    tile: Tile | None  # of the products, and of the routing, where `use_tile` gives one
-    route_tile: HopperRouteTile | None
+    forced: Any = None  # what `use_tile` has put in force
+
+    @property
+    def epilogue(self) -> Epilogue:
+        return Epilogue(self.activation, self.interleaved, self.alpha, self.limit)
+
+
+class Inferred(NamedTuple):
+    """What a prepared layer returns."""
+
+    out: Tensor
+    logits: Tensor | None  # of the router
+    routed: tuple[Tensor, ...]  # weights, ids and the plan's tensors, where there is a router
+    block: int  # of that plan
 
 
 class Parts(NamedTuple):
     """What the parts run; where activations stay as they are, there is no rounding."""
 
-    block: int  # rows of the plan's tiles
+    block: int
     route: Run | None  # None where the routing is given
     round_x: Run | None
     gate_up: Run
@@ -67,83 +96,81 @@ class Parts(NamedTuple):
     combine: Run
 
 
-_known: dict[Any, Parts] = {}
+def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
+    """Parts are found at the first call: what each of them takes is what those before it have made."""
+    s = Settings(*settings)
+    parts: Parts | None = None
+
+    def run(
+        x: Tensor, router_weight: Tensor | None, router_bias: Tensor | None, choice_bias: Tensor | None,
+        used: Tensor | None, w_gate_up: Tensor, gate_up_scale: Tensor | None, bias_gate_up: Tensor | None,
+        w_down: Tensor, down_scale: Tensor | None, bias_down: Tensor | None, shared: Tensor | None,
+        weights: Tensor | None, *plan: Tensor,
+    ) -> Inferred:  # fmt: skip
+        nonlocal parts
+        if parts is None:
+            found, parts = _first(
+                Tensors(
+                    x, router_weight, router_bias, choice_bias, used, w_gate_up, gate_up_scale, bias_gate_up, w_down,
+                    down_scale, bias_down, shared, weights, plan,
+                ), s,
+            )  # fmt: skip
+            return found
+        block, route, round_x, gate_up, round_inner, down, combine = parts
+        logits, routed = None, ()
+        if route is not None and router_weight is not None:
+            logits = router_logits(x, router_weight, router_bias)
+            routed = weights, _, *plan = route(logits, choice_bias, used)
+        x, scale = round_x(x) if round_x else (x, None)
+        y = gate_up(x, w_gate_up, bias_gate_up, None, scale, gate_up_scale, *plan)
+        y, scale = round_inner(y) if round_inner else (y, None)
+        y = down(y, w_down, bias_down, None, scale, down_scale, *plan)
+        return Inferred(combine(y, weights, shared, plan[2], plan[3]), logits, routed, block)
+
+    return run
 
 
-def infer(t: Tensors, s: Settings, given: Routing | None) -> tuple[Tensor, Tensor | None, Routing]:
-    """The output, the router's logits and the routing, unless that is given."""
-    kinds = tuple([None if x is None else signature(x) for x in t])
-    key = (kinds, s, tuple(map(type, s.routing)), given and _kind(given))  # 1, 1.0 and True are not equally valid
-    parts = _known.get(key)
-    if parts is None:
-        return _first(t, s, given, key)
-    logits = None
-    if given is None:
-        assert parts.route is not None and t.router_weight is not None
-        logits = router_logits(t.x, t.router_weight, t.router_bias)
-        found = parts.route(logits, t.choice_bias, t.used)
-        given = Routing(found[0], found[1], plan_of(found[2:], parts.block))
-    assert given.plan is not None
-    plan = given.plan[:6]
-    x, scale = parts.round_x(t.x) if parts.round_x else (t.x, None)
-    y = parts.gate_up(x, t.w_gate_up, t.bias_gate_up, None, scale, t.gate_up_scale, *plan)
-    y, scale = parts.round_inner(y) if parts.round_inner else (y, None)
-    y = parts.down(y, t.w_down, t.bias_down, None, scale, t.down_scale, *plan)
-    return parts.combine(y, given.weights, t.shared, plan[2], plan[3]), logits, given
+layers = Plans(_plan)
 
 
-def _first(t: Tensors, s: Settings, given: Routing | None, key: Any) -> tuple[Tensor, Tensor | None, Routing]:
+def _first(t: Tensors, s: Settings) -> tuple[Inferred, Parts]:
     """The same, while the parts are found."""
-    logits = None
+    logits: Tensor | None = None
+    weights, plan, block = t.weights, t.plan, s.block
+    routed: tuple[Tensor, ...] = ()
     runs: list[Any] = [None]
-    if given is None:
-        assert t.router_weight is not None
+    if t.router_weight is not None:
         logits = router_logits(t.x, t.router_weight, t.router_bias)
-        block = s.tile.block_m if isinstance(s.tile, GemmTile) else None
-        call = call_of(logits, *s.routing, True, block, s.impl, s.route_tile)
+        wanted = s.forced.block_m if isinstance(s.forced, GemmTile) else None
+        tile = s.forced if isinstance(s.forced, HopperRouteTile) else None
+        call = call_of(logits, *s[:8], True, wanted, s.impl, tile)
         runs = [routings.find((logits, t.choice_bias, t.used), call)]
-        weights, ids, *found = runs[0](logits, t.choice_bias, t.used)
-        given = Routing(weights, ids, plan_of(found, call.block))
-    plan = given.plan
-    assert plan is not None
+        routed = weights, _, *plan = runs[0](logits, t.choice_bias, t.used)
+        block = call.block
     y = t.x
     for product, w, bias, w_scale in zip(
-        gemm_calls(s, plan.block, DTYPES[t.x.dtype]), (t.w_gate_up, t.w_down), (t.bias_gate_up, t.bias_down),
+        gemm_calls(s, block, DTYPES[t.x.dtype]), (t.w_gate_up, t.w_down), (t.bias_gate_up, t.bias_down),
         (t.gate_up_scale, t.down_scale), strict=True,
     ):  # fmt: skip
         scale, rounding = None, None
         if product.weights in ROUNDED:
             rounding = roundings.find((y,), Rounding(product.weights, s.impl))
             y, scale = rounding(y)
-        tensors = (y, w, bias, None, scale, w_scale, *plan[:6])
+        tensors = (y, w, bias, None, scale, w_scale, *plan)
         runs += [rounding, products.find(tensors, product)]
         y = runs[-1](*tensors)
-    terms = (y, given.weights, t.shared, plan.permutation, plan.inverse)
+    terms = (y, weights, t.shared, plan[2], plan[3])
     runs.append(combines.find(terms, Combine(DTYPES[t.x.dtype], s.impl)))
-    out = runs[-1](*terms)
-    if len(_known) >= MOST_PLANS:
-        _known.clear()
-    _known[key] = Parts(plan.block, *runs)
-    return out, logits, given
-
-
-def _kind(routing: Routing) -> tuple[Any, ...]:
-    """What runs depend on of a routing that is given: sizes, and how its tensors are aligned."""
-    plan = routing.plan
-    assert plan is not None
-    places = 0
-    for x in plan[:6]:
-        places |= x.data_ptr()
-    weights = None if routing.weights is None else signature(routing.weights)
-    return weights, plan.counts.shape, plan.inverse.shape, plan.tiles.shape, plan.counts.device, places % 16, plan.block
+    return Inferred(runs[-1](*terms), logits, routed, block), Parts(block, *runs)
 
 
 def gemm_calls(s: Settings, block: int, out: str) -> tuple[Gemm, Gemm]:
     """What the two products ask for. The second may be in parts: the combine adds them up."""
     plain = Epilogue("none", False, ALPHA, LIMIT)
+    tile = s.forced if isinstance(s.forced, Tile) else None
     return (
-        Gemm(True, *s.epilogue, *s.gate_up, block, out, False, s.impl, s.tile),
-        Gemm(False, *plain, *s.down, block, out, True, s.impl, s.tile),
+        Gemm(True, *s.epilogue, *s.gate_up, block, out, False, s.impl, tile),
+        Gemm(False, *plain, *s.down, block, out, True, s.impl, tile),
     )
 
 

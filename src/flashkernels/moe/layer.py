@@ -6,22 +6,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C import _is_any_autocast_enabled as any_autocast
+from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
 from flashkernels.fused import activation as fused
 from flashkernels.fused.linear import lowered
 from flashkernels.fused.rows import DTYPES, check_choice
-from flashkernels.jit.eager import unwatched
 from flashkernels.moe import reference
 from flashkernels.moe.combine import Combine, combined
 from flashkernels.moe.gemm import ALPHA, LIMIT, forced_tile, product
-from flashkernels.moe.hopper.route_tiles import forced_tile as forced_route_tile
-from flashkernels.moe.inference import Settings, Tensors, gemm_calls, infer, router_logits
-from flashkernels.moe.plan import Plan
+from flashkernels.moe.inference import UNROUTED, Inferred, Settings, gemm_calls, layers, router_logits
+from flashkernels.moe.plan import Plan, plan_of
 from flashkernels.moe.problem import ACTIVATIONS, GATED, Epilogue
 from flashkernels.moe.route import Routing, route
 from flashkernels.moe.triton.tiles import GemmTile
 from flashkernels.moe.weights import Quantised
+from flashkernels.tiling import override
 
 FUSED = {"swiglu": fused.swiglu, "geglu": fused.geglu, "relu2_glu": fused.relu2_glu}
 
@@ -76,42 +77,53 @@ def layer(
     if not isinstance(x, Tensor) or x.dtype not in DTYPES:
         got = getattr(x, "dtype", type(x).__name__)
         raise TypeError(f"x must be a tensor of {', '.join(map(str, DTYPES))}, got {got}")
-    lowers = torch.is_autocast_enabled(x.device.type)
+    lowers = any_autocast() and torch.is_autocast_enabled(x.device.type)
     if lowers:
         x, w_gate_up, w_down = lowered(x, w_gate_up, w_down)
     if (routing is None) == (router_weight is None):
         raise ValueError("a layer takes either router_weight or routing")
     tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    epilogue = Epilogue(activation, interleaved, alpha, limit)
     everyone = None
     if shared is not None and (span is None or span[0] == 0):
-        everyone = _shared(tokens, *shared, shared_gate, epilogue)
+        everyone = _shared(tokens, *shared, shared_gate, Epilogue(activation, interleaved, alpha, limit))
     (up, up_scale, up_format), (down, down_scale, down_format) = _stored(w_gate_up), _stored(w_down)
+    given: tuple[Any, ...] = UNROUTED
+    block = 0
+    if routing is not None:
+        if routing.plan is None:
+            raise ValueError("routing has no plan: make it with plan=True")
+        given = (routing.weights, *routing.plan[:6])
+        block = routing.plan.block
     choices = (k, score, renormalise, groups, top_groups, group_score, scale, None if span is None else tuple(span))
-    if routing is not None and routing.plan is None:
-        raise ValueError("routing has no plan: make it with plan=True")
-    tensors = Tensors(
-        tokens, router_weight, router_bias, choice_bias, used, up, up_scale, bias_gate_up, down, down_scale, bias_down,
-        everyone,
-    )  # fmt: skip
+    settings = (*choices, activation, interleaved, alpha, limit, up_format, down_format, block, impl)  # `Settings`
+    compiling = is_compiling()
+    if not lowers and not compiling:
+        tensors = (
+            tokens, router_weight, router_bias, choice_bias, used, up, up_scale, bias_gate_up, down, down_scale,
+            bias_down, everyone, *given,
+        )  # fmt: skip
+        run = layers.ready(tensors, (*settings, override()))
+        if run is not None:
+            found: Inferred = run(*tensors)
+            out = found.out if x.dim() == 2 else found.out.view(x.shape)
+            if not return_routing:
+                return out
+            if routing is None:
+                weights, ids, *parts = found.routed
+                routing = Routing(weights, ids, plan_of(parts, found.block))
+            return Layered(out, found.logits, routing)
     logits: Tensor | None = None
-    if not lowers and unwatched(tensors) and (routing is None or unwatched((routing.weights,))):
-        settings = Settings(choices, epilogue, up_format, down_format, impl, forced_tile(), forced_route_tile())
-        out, logits, routing = infer(tensors, settings, routing)
-        out = out if x.dim() == 2 else out.view(x.shape)
-        return Layered(out, logits, routing) if return_routing else out
     if routing is None:
         assert router_weight is not None
         logits = router_logits(tokens, router_weight, router_bias)
-        tile = None if torch.compiler.is_compiling() else forced_tile()
+        tile = None if compiling else forced_tile()
         routing = route(
             logits, k, score=score, renormalise=renormalise, bias=choice_bias, groups=groups, top_groups=top_groups,
             group_score=group_score, scale=scale, used=used, span=span,
             block=tile.block_m if isinstance(tile, GemmTile) else None, impl=impl,
         )  # fmt: skip
     assert routing.plan is not None
-    settings = Settings(choices, epilogue, up_format, down_format, impl, None, None)
-    y = _experts(tokens, w_gate_up, w_down, bias_gate_up, bias_down, routing.plan, settings)
+    y = _experts(tokens, w_gate_up, w_down, bias_gate_up, bias_down, routing.plan, Settings(*settings))
     out = combined(y, routing.weights, everyone, routing.plan, Combine(DTYPES[x.dtype], impl)).view(x.shape)
     return Layered(out, logits, routing) if return_routing else out
 

@@ -80,6 +80,11 @@ DEVICE void gather_rows(const Params& p, u32 smem, int warp, int lane) {
 
 // --- the consumers
 
+template <int N> DEVICE void keep(int (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
+}
+
 struct Consumer {
   const Params& p;
   const u32 smem, rank;
@@ -102,11 +107,11 @@ struct Consumer {
   DEVICE int stage_before() const { return (ring.stage ? ring.stage : STAGES) - 1; }
 
   // a and b: the products of 64 rows of the weights each.
-  template <int N> DEVICE void multiply_stage(float (&a)[N / 2], float (&b)[N / 2]) {
+  template <int N> DEVICE void multiply_stage(Sum (&a)[N / 2], Sum (&b)[N / 2]) {
     const u32 at_w = first_w + ring.stage * (STAGE >> 4), at_x = first_x + ring.stage * (STAGE >> 4);
     wgmma::fence();
 #pragma unroll
-    for (int i = 0; i < DEPTH / 16; i++) {
+    for (int i = 0; i < ROW_BYTES / 32; i++) {
       const u64 x = wgmma::descriptor(at_x + 2 * i, ROW_BYTES);
       mma(a, wgmma::descriptor(at_w + 2 * i, ROW_BYTES), x);
       mma(b, wgmma::descriptor(at_w + (WEIGHTS >> 5) + 2 * i, ROW_BYTES), x);
@@ -116,9 +121,11 @@ struct Consumer {
 
   // A stage goes back when the products of the next one are issued; the last one serves the epilogue first.
   template <int N> DEVICE void multiply(const Work& w) {
-    float a[N / 2], b[N / 2];
+    const Epilogue epilogue{p, group, warp, lane};
+    const Factors factors = epilogue.factors<N>(w);
+    Sum a[N / 2], b[N / 2];
 #pragma unroll
-    for (int i = 0; i < N / 2; i++) a[i] = b[i] = 0.f;
+    for (int i = 0; i < N / 2; i++) a[i] = b[i] = 0;
 #pragma unroll 1
     for (int column = 0; column < p.depth; column += DEPTH) {
       mbarrier::wait(smem + FULL + 8 * ring.stage, ring.phase);
@@ -130,15 +137,18 @@ struct Consumer {
     wgmma::wait<0>();
     keep(a);
     keep(b);
-    Epilogue{p, group, warp, lane}.run<N>(a, b, w, smem + STAGE * stage_before() + group * WEIGHTS);
+    float y[N / 2], z[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) y[i] = a[i], z[i] = b[i];
+    epilogue.run<N>(y, z, w, factors, smem + STAGE * stage_before() + group * WEIGHTS);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // TMA writes next what was written here
     __syncwarp();
     release(stage_before());
   }
 
   template <int GRANULES> DEVICE void multiply_by_size(const Work& w) {
-    if (w.granules == GRANULES) multiply<GRANULES * GRANULE>(w);
-    else if constexpr (GRANULES > 1) multiply_by_size<GRANULES - 1>(w);
+    if (round_up(w.granules, STEP) == GRANULES) multiply<GRANULES * GRANULE>(w);
+    else if constexpr (GRANULES > STEP) multiply_by_size<GRANULES - STEP>(w);
   }
 
   DEVICE void run() {
@@ -195,13 +205,22 @@ gemm(const __grid_constant__ Params p) {
   if (CLUSTER > 1) cluster_sync();  // no block leaves while another may still write into it
 }
 
-// gathered[place] = tokens[token of the place], a warp a row, 16 bytes a lane: TMA then loads boxes of them.
+// gathered[place] = tokens[token of the place], and scales, a warp a row, 16 bytes a lane: TMA then loads boxes.
 extern "C" __global__ void __launch_bounds__(256) gather(const __grid_constant__ Params p) {
   await_kernel_before();
   const int place = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (place >= p.offsets[p.experts]) return;
-  const uint4* from = (const uint4*)(p.tokens + p.permutation[place] / p.of_token * p.stride_tokens);
-  uint4* to = (uint4*)(p.gathered + (i64)place * p.depth);
-#pragma unroll 4
-  for (int i = lane; i < p.depth / 8; i += 32) to[i] = from[i];
+  const int token = p.permutation[place] / p.of_token, pieces = p.depth * ELEMENT / 16;
+  const uint4* from = (const uint4*)(p.tokens + token * p.stride_tokens);
+  uint4* to = (uint4*)p.gathered + (i64)place * pieces;
+  if (SCALED && lane == 0) p.x_scales[place] = p.token_scales[token];
+  for (int first = lane; first < pieces; first += 128) {  // four loads at once
+    uint4 piece[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (first + 32 * i < pieces) piece[i] = from[first + 32 * i];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (first + 32 * i < pieces) to[first + 32 * i] = piece[i];
+  }
 }

@@ -18,13 +18,16 @@ from flashkernels.jit.eager import Run
 from flashkernels.moe.gemm import Gemm
 from flashkernels.moe.hopper import gemm_source as source, gemm_tiles
 from flashkernels.moe.hopper.gemm_source import THREADS, GemmVariant
-from flashkernels.moe.hopper.gemm_tiles import DEPTH, WEIGHT_ROWS
+from flashkernels.moe.hopper.gemm_tiles import ROW_BYTES, WEIGHT_ROWS
 from flashkernels.moe.problem import GemmProblem
 
 BOX_ROWS = 16  # of x, that one load brings
 GATHER_ROWS, GATHER_THREADS = 8, 256  # of a block that copies
-POINTERS = ("out", "tokens", "gathered", "offsets", "permutation", "bias", "row_weights", "counters")
-NUMBERS = ("experts", "width", "depth", "of_token", "features", "bias_step", "bias_half")
+POINTERS = (
+    "out", "tokens", "gathered", "offsets", "permutation", "bias", "row_weights", "token_scales", "x_scales",
+    "w_scales", "counters",
+)  # fmt: skip
+NUMBERS = ("experts", "width", "depth", "of_token", "features", "step", "half")
 
 
 class Params(ctypes.Structure):
@@ -54,8 +57,8 @@ def gemm_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], c
     tile = gemm_tiles.choose(problem, call.tile)
     fused = tile.fused and problem.gather
     variant = GemmVariant(
-        tile.rows, tile.stages, problem.dtype == "fp16", problem.gated, bias is not None, row_weights is not None,
-        fused, tile.cluster,
+        tile.rows, tile.stages, call.out == "fp16", problem.gated, bias is not None, row_weights is not None, fused,
+        tile.cluster, problem.weights,
     )  # fmt: skip
     copied = problem.gather and not fused
     code = library(variant)
@@ -68,17 +71,19 @@ def gemm_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], c
     offset = -ctypes.addressof(buffer) % 64
     address = ctypes.addressof(buffer) + offset
     block = Params.from_buffer(buffer, offset)
+    mixed = call.interleaved and problem.gated
     numbers = (
-        problem.experts, problem.width, problem.depth, tensors[9].shape[1], features, 2 if call.interleaved else 1,
-        1 if call.interleaved else problem.width,
+        problem.experts, problem.width, problem.depth, tensors[9].shape[1], features, 2 if mixed else 1,
+        1 if mixed else problem.width,
     )  # fmt: skip
     for name, value in zip(NUMBERS, numbers, strict=True):
         setattr(block, name, value)
-    block.stride_tokens = x.stride(0)
+    block.stride_tokens = x.stride(0) * x.element_size()
     write_addresses = functools.partial(ADDRESSES.pack_into, buffer, offset + Params.out.offset)
     lock = threading.Lock()
     shape = (problem.rows, problem.width)
-    gathered_shape = (problem.rows, problem.depth)
+    scales_at = problem.rows * problem.depth  # behind the gathered rows, whose elements are bytes then
+    gathered_shape = (problem.rows + (-(-4 * problem.rows // problem.depth) if problem.weights else 0), problem.depth)
     copies = -(-problem.rows // GATHER_ROWS)
     mapped = (0, 0)
 
@@ -94,21 +99,25 @@ def gemm_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], c
                     x, w, bias, row_weights, x_scale, w_scale, counts, offsets, permutation, inverse, tiles,
                     tile_offsets,
                 )  # fmt: skip
-        out = x.new_empty(shape)
+        out = x.new_empty(shape, dtype=call.out_dtype)
         if copies == 0:
             return out
         rows = x.new_empty(gathered_shape) if copied else x
-        bias, row_weights = (None if y is None else y.to(torch.float32).contiguous() for y in (bias, row_weights))
+        bias, row_weights, x_scale, w_scale = (
+            None if y is None else y.to(torch.float32).contiguous() for y in (bias, row_weights, x_scale, w_scale)
+        )
         stream = torch._C._cuda_getCurrentRawStream(device)
         count = counters(device, stream)
         pointers = (w.data_ptr(), rows.data_ptr())
-        given = (out, x, rows, offsets, permutation, bias, row_weights)
+        given = (out, x, rows, offsets, permutation, bias, row_weights, x_scale)
+        scales = 0 if x_scale is None else pointers[1] + scales_at if copied else x_scale.data_ptr()
         with lock:
             if mapped != pointers:
                 block.w = weight_map(w, problem, call.interleaved)
                 block.x = row_map(rows, problem.dtype, 1 if fused else BOX_ROWS)
                 mapped = pointers
-            write_addresses(*(0 if y is None else y.data_ptr() for y in given), count)
+            addresses = (0 if y is None else y.data_ptr() for y in given)
+            write_addresses(*addresses, scales, 0 if w_scale is None else w_scale.data_ptr(), count)
             if copied:
                 gather.launch(copies, GATHER_THREADS, stream, address)
             multiply.launch(grid, THREADS, stream, address)
@@ -123,15 +132,18 @@ def weight_map(w: Tensor, problem: GemmProblem, interleaved: bool) -> Any:
     width, halves, features = problem.width, problem.n // problem.width, WEIGHT_ROWS // 2
     strides = (2 * row, row, expert) if interleaved and halves == 2 else (row, width * row, expert)
     sizes = (problem.depth, width, halves, problem.experts)
-    return encoded(w.data_ptr(), problem.dtype, sizes, strides, (DEPTH, features // halves, halves, 1))
+    return encoded(w, problem.dtype, sizes, strides, (features // halves, halves, 1))
 
 
 def row_map(x: Tensor, dtype: str, rows: int) -> Any:
     """(depth, row, 1, 1)."""
     row = x.stride(0) * x.element_size()
-    return encoded(x.data_ptr(), dtype, (x.shape[1], x.shape[0], 1, 1), (row, row, row), (DEPTH, rows, 1, 1))
+    return encoded(x, dtype, (x.shape[1], x.shape[0], 1, 1), (row, row, row), (rows, 1, 1))
 
 
-def encoded(pointer: int, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Any:
-    found = driver.tensor_map(pointer, dtype, sizes, strides, box, 2 * DEPTH)
+def encoded(x: Tensor, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Any:
+    """Boxes of 128 bytes along the depth. INT8 travels as FP8 does, as bytes."""
+    kind = "fp8" if dtype == "int8" else dtype
+    box = (ROW_BYTES // x.element_size(), *box)
+    found = driver.tensor_map(x.data_ptr(), kind, sizes, strides, box, ROW_BYTES)
     return (ctypes.c_uint64 * 16).from_buffer_copy(found)

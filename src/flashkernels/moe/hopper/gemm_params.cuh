@@ -5,23 +5,29 @@
 struct Params {
   TensorMap w, x;              // (depth, features, halves, experts) and (depth, rows, 1, 1), innermost first
   u16* out;                    // [rows, width]
-  const u16* tokens;           // gather: what is copied,
-  u16* gathered;               // and to where
+  const char* tokens;          // gather: what is copied,
+  char* gathered;              // and to where
   const int *offsets, *permutation;  // of the plan
   const float *bias, *row_weights;
+  const float* token_scales;   // gather: those of tokens,
+  float* x_scales;             // and of the rows of x, where they end up
+  const float* w_scales;       // [experts, features]
   int* counters;               // zero at launch, and zero again at its end
-  i64 stride_tokens;
+  i64 stride_tokens;           // bytes
   int experts, width, depth, of_token;
   int features;                // tiles of features of a cluster
-  int bias_step, bias_half;    // from one feature of the bias to the next, and from gate to up
+  int step, half;              // from one feature of bias and scales to the next, and from gate to up
 };
 
 constexpr int THREADS = 384;          // a producer warpgroup and two consumers
 constexpr int CONSUMERS = 8 * CLUSTER;  // warps that multiply
 constexpr int GRANULE = 8;            // rows: tiles have a multiple of them, MOST at most
+constexpr int STEP = INT8 ? 2 : 1;    // granules: INT8's N is 16, 32, 48 and so on, and what is too much is not stored
 constexpr int TOGETHER = 8;           // row tiles that walk over the features side by side
-constexpr int DEPTH = 64;             // of a stage: 128 bytes, a swizzled row
-constexpr int ROW_BYTES = 2 * DEPTH;
+constexpr int ROW_BYTES = 128;        // of a stage: a swizzled row
+constexpr int ELEMENT = FP8 || INT8 ? 1 : 2;  // bytes
+constexpr int DEPTH = ROW_BYTES / ELEMENT;
+constexpr bool SCALED = FP8 || INT8;  // rows of x and of the weights have scales
 constexpr int SHARE = GATED ? 64 : 128;  // columns of the output that a consumer makes; 64 need 64 of gate and 64 of up
 constexpr int WEIGHTS = 128 * ROW_BYTES;  // bytes of a stage, of each consumer
 constexpr int BOX_ROWS = 16;          // that one load brings

@@ -28,6 +28,7 @@ class GemmVariant:
     row_weights: bool = False
     fused: bool = False  # rows are gathered by the loads
     cluster: int = 1  # blocks that share their loads of rows
+    small: str = ""  # "fp8" or "int8": what is multiplied; the output has 16 bits
 
     @property
     def shared(self) -> int:
@@ -44,9 +45,11 @@ def config(variant: GemmVariant) -> str:
         "SHARED_MEMORY": v.shared, "PRODUCER_REGISTERS": REGISTERS[0], "CONSUMER_REGISTERS": REGISTERS[1],
     }  # fmt: skip
     flags = {
-        "FP16": v.fp16, "FP8": False, "GATED": v.gated, "BIAS": v.bias, "ROW_WEIGHTS": v.row_weights, "FUSED": v.fused,
+        "FP16": v.fp16, "FP8": v.small == "fp8", "INT8": v.small == "int8", "GATED": v.gated, "BIAS": v.bias,
+        "ROW_WEIGHTS": v.row_weights, "FUSED": v.fused,
     }  # fmt: skip
     lines = ["#pragma once", f"#define CLUSTERED {int(v.cluster > 1)}", f"constexpr float FIXED = {FIXED}f;"]
+    lines.append(f"typedef {'int' if v.small == 'int8' else 'float'} Sum;")
     lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
     lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
     return "\n".join(lines) + "\n"
@@ -54,20 +57,31 @@ def config(variant: GemmVariant) -> str:
 
 def mma(variant: GemmVariant) -> str:
     """`mma.cuh`: wgmma for every number of rows that a tile may have; C++ tells them apart by the sums they add to."""
-    kind = "f16" if variant.fp16 else "bf16"
-    sizes = range(GRANULE, variant.rows + 1, GRANULE)
-    return '#pragma once\n#include "prelude.cuh"\n' + "\n".join(_product(n, kind) for n in sizes)
+    name = variant.small or ("fp16" if variant.fp16 else "bf16")
+    step = GRANULE * (2 if name == "int8" else 1)
+    sizes = range(step, variant.rows + 1, step)
+    return '#pragma once\n#include "prelude.cuh"\n' + "\n".join(_product(n, name) for n in sizes)
 
 
-def _product(n: int, kind: str) -> str:
+# By name: types of sums and operands, depth, and what follows "d += a * b": the signs of both operands, and, where they
+# may lie along their columns, that they do not. INT8 has neither.
+INSTRUCTIONS = {
+    "bf16": ("f32.bf16.bf16", 16, ", 1, 1, 0, 0"), "fp16": ("f32.f16.f16", 16, ", 1, 1, 0, 0"),
+    "fp8": ("f32.e4m3.e4m3", 32, ", 1, 1"), "int8": ("s32.s8.s8", 32, ""),
+}  # fmt: skip
+
+
+def _product(n: int, name: str) -> str:
     count = n // 2
-    sums = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    kinds, depth, rest = INSTRUCTIONS[name]
+    letter = "r" if name == "int8" else "f"
+    sums = ", ".join(f'"+{letter}"(d[{i}])' for i in range(count))
     destination = ", ".join(f"%{i}" for i in range(count))
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}"
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{n}k{depth}.{kinds}"
     return f"""
 // d += a * b; 64 x {n}
-DEVICE void mma(float (&d)[{count}], u64 a, u64 b) {{
-  asm volatile("{instruction} {{{destination}}}, %{count}, %{count + 1}, 1, 1, 1, 0, 0;\\n"
+DEVICE void mma(Sum (&d)[{count}], u64 a, u64 b) {{
+  asm volatile("{instruction} {{{destination}}}, %{count}, %{count + 1}, 1{rest};\\n"
     : {sums}
     : "l"(a), "l"(b));
 }}

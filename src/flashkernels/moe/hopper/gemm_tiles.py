@@ -9,12 +9,13 @@ from flashkernels.moe.problem import GemmProblem
 from flashkernels.tiling import TilingError
 
 GRANULE = 8  # rows: a tile has a multiple of them
-WEIGHT_ROWS, DEPTH = 256, 64  # of a tile, and of a stage
+WEIGHT_ROWS, ROW_BYTES = 256, 128  # of a tile, and of a stage: 64 columns of 16 bits, or 128 of 8
 MOST_EXPERTS = 512  # of which the shared memory holds a table
 STAGED = 224 << 10  # bytes of all stages; what is left of 227 KB has barriers and that table
 KINDS = ("none", "swiglu")
-# Rows an expert, on average (H200, 2026-11-15). With fewer the weights are the traffic: 64 were the fewest timed, in
-# Qwen3's layer 360 us for 370.
+WIDE, SMALL = ("fp16", "bf16"), ("fp8", "int8")  # of both operands; with scales for whole rows
+# Rows an expert, on average (H200, 2026-11-15, bf16; 8 bits have the same borders). With fewer the weights are the
+# traffic: 64 were the fewest timed, in Qwen3's layer 360 us for 370.
 LEAST = 64
 FEW = 128  # up to here rows are gathered by the loads: at 64 208 us for 229, at 256 1461 for 813; between the two
 SIZES = (96, 192)  # rows of a tile at most; half of it at least is the most that the device may choose
@@ -25,7 +26,7 @@ class HopperGemmTile:
     """256 rows of the weights by at most so many rows of x, and how many stages are loaded ahead.
 
     >>> HopperGemmTile(rows=192, stages=4).name
-    'hopper-192x256x64-s4'
+    'hopper-192x256-s4'
     """
 
     rows: int
@@ -46,13 +47,13 @@ class HopperGemmTile:
     @property
     def name(self) -> str:
         flags = (("fused", self.fused), (f"cluster{self.cluster}", self.cluster > 1))
-        size = f"hopper-{self.rows}x{WEIGHT_ROWS}x{DEPTH}-s{self.stages}"
+        size = f"hopper-{self.rows}x{WEIGHT_ROWS}-s{self.stages}"
         return "-".join([size, *(word for word, flag in flags if flag)])
 
 
 def stage_bytes(rows: int) -> int:
     """Of the weights and so many rows of x."""
-    return (WEIGHT_ROWS + rows) * DEPTH * 2
+    return (WEIGHT_ROWS + rows) * ROW_BYTES
 
 
 def choose(problem: GemmProblem, forced: object = None) -> HopperGemmTile:
@@ -76,17 +77,20 @@ def refuses(problem: GemmProblem, gpu: Gpu | None) -> str | None:
         return f"needs a Hopper GPU, the tensors are on {problem.device}"
     if not gpu.has_wgmma:
         return f"needs compute capability 9.0, {gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}"
-    if problem.weights or problem.dtype not in ("fp16", "bf16"):
+    if problem.weights == "fp8_block":
+        return "has no kernel for fp8_block: scales that change along the depth would need a second set of sums"
+    small = problem.weights in SMALL
+    if problem.dtype not in ((problem.weights,) if small else () if problem.weights else WIDE):
         return f"has no kernel for {problem.weights or problem.dtype}"
-    if problem.out and problem.out != problem.dtype:
-        return f"writes {problem.dtype}, not {problem.out}"
+    if problem.out not in ("", *(WIDE if small else (problem.dtype,))):
+        return f"writes {' and '.join(WIDE) if small else problem.dtype}, not {problem.out}"
     if problem.activation not in KINDS:
         return f"has no {problem.activation}"
     if problem.experts > MOST_EXPERTS:
         return f"{problem.experts} experts are over {MOST_EXPERTS}"
-    for name, size in (("depth", problem.depth), ("width", problem.width)):
-        if size % 8 or size == 0:
-            return f"{name}={size} is not a multiple of 8: TMA cannot address its rows"
+    for name, size, step in (("depth", problem.depth, 16 if problem.weights else 8), ("width", problem.width, 8)):
+        if size % step or size == 0:
+            return f"{name}={size} is not a multiple of {step}: rows would not lie in steps of 16 bytes"
     return None if problem.addressable else "x or w does not lie in steps of 16 bytes: TMA cannot read it"
 
 

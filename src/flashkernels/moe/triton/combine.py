@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_wait
 from flashkernels.fused.rows import RowProblem, nothing
 from flashkernels.fused.triton.blocks import Launch, pieces
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import Run
+from flashkernels.jit.eager import Run, room
 from flashkernels.moe.combine import Combine
 from flashkernels.moe.triton.early import launched_early, starts_early
 
@@ -86,14 +86,15 @@ def combine_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...],
     fixed = {"ROWS": rows, "BLOCK": block.width, "K": k, "PARTS": parts, "EARLY": starts_early(gpu)}
     launch = Launch(combine_kernel, fixed, block.warps, y.device)
     launched_early(launch.launcher, starts_early(gpu))
+    output = room((tokens, problem.width), call.dtype, y.device)
+    numbers = (tokens, problem.width, y.shape[-2] * problem.width, problem.width)
 
     def run(y: Tensor, weights: Tensor | None, shared: Tensor | None, permutation: Tensor, inverse: Tensor) -> Tensor:
-        out = y.new_empty((tokens, problem.width), dtype=call.dtype)
+        out = output()
         if grid:
             y = y.contiguous()
             shared = None if shared is None else shared.contiguous()
             weights = None if weights is None else weights.contiguous()
-            numbers = (tokens, problem.width, y.shape[-2] * problem.width, problem.width)
             launch(grid, (y, weights, shared, inverse, out), numbers)
         return out
 

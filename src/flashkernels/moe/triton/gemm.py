@@ -15,7 +15,7 @@ from flashkernels.fused.triton.activation import activated
 from flashkernels.fused.triton.blocks import Launch
 from flashkernels.fused.triton.operands import across, load_part, load_rows
 from flashkernels.hardware import GPUS, Gpu
-from flashkernels.jit.eager import Run
+from flashkernels.jit.eager import Run, room
 from flashkernels.jit.launch import Descriptor, Launcher, compile_options
 from flashkernels.jit.mode import interpreting
 from flashkernels.moe import weights
@@ -396,7 +396,7 @@ def tile_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], c
     stride_x = x.shape[1] if copied or copied_x else x.stride(0)
     x_box = ((problem.rows if copied else x.shape[0], x.shape[1]), (stride_x, 1), [tile.block_m, x_depth])
     shape = (problem.rows, problem.width) if tile.split == 1 else (tile.split, problem.rows, problem.width)
-    dtype = call.out_dtype if tile.split == 1 else torch.float32
+    output = room(shape, call.out_dtype if tile.split == 1 else torch.float32, x.device)
     numbers = (
         problem.rows, tensors[9].shape[1], problem.experts, n_tiles, programs, problem.width, problem.depth, w.shape[2],
         stride_x, w.stride(0), w.stride(1), *scale_strides, 0 if x_scale is None else x_scale.stride(0), call.alpha,
@@ -408,7 +408,13 @@ def tile_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], c
         w_scale: Tensor | None, counts: Tensor, offsets: Tensor, permutation: Tensor, inverse: Tensor, tiles: Tensor,
         tile_offsets: Tensor,
     ) -> Tensor:  # fmt: skip
-        out = x.new_empty(shape, dtype=dtype)
+        if device is not None and device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                return run(
+                    x, w, bias, row_weights, x_scale, w_scale, counts, offsets, permutation, inverse, tiles,
+                    tile_offsets,
+                )  # fmt: skip
+        out = output()
         if most == 0:
             return out
         x = x.contiguous() if copied_x else x
@@ -417,11 +423,7 @@ def tile_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], c
             x, Descriptor(x, *x_box) if by_tma else None, w, Descriptor(w, *box) if box else None, bias, x_scale,
             w_scale, row_weights, permutation, offsets, tiles, tile_offsets, out,
         )  # fmt: skip
-        if device is None or device == torch.cuda.current_device():
-            launcher(programs, device, arguments, numbers)
-        else:
-            with torch.cuda.device(device):
-                launcher(programs, device, arguments, numbers)
+        launcher(programs, device, arguments, numbers)
         return out
 
     return run
