@@ -8,6 +8,7 @@ import torch
 from flashkernels.bench import decode
 from flashkernels.bench.suites import only, suite
 from flashkernels.formats import FORMATS
+from flashkernels.kvcache import PagedCache
 
 # What rounding gives on normal numbers, and with outlier channels, a little rounded up: more is a bug.
 LIMITS = {"fp8": 0.045, "int8": 0.012, "int4": 0.14}
@@ -77,3 +78,30 @@ def test_unknown_names() -> None:
         suite("decode", "headdims")
     with pytest.raises(ValueError, match="impls='cuda' is not one of 'hopper', 'triton', 'torch', 'invariant'"):
         decode.choose("cuda")
+
+
+@pytest.mark.parametrize("latent", [False, True], ids=["two", "latent"])
+@pytest.mark.parametrize("form", ["fp32", "int4"])
+def test_turns_with_copies_of_the_cache(form: str, latent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as make the bytes, of the same numbers in memory of their own."""
+    table = torch.arange(4, dtype=torch.int32).view(2, 2)
+    cache = PagedCache.allocate(4, 16, 2, 64, block_table=table, format=form, latent=latent)
+    for x in cache.tensors:
+        if x is not None and x.is_floating_point():
+            x.normal_()
+    case = suite("decode", "formats", device="cpu", quick=True).cases[0]
+    monkeypatch.setattr(decode, "APART", 2.5 * case.cache_bytes())
+    first, *more = decode._turns(case, (torch.zeros(2), cache))
+    assert first[1] is cache and len(more) == 2
+    for _, copy in more:
+        assert copy.shared == latent
+        assert copy.k.data_ptr() != cache.k.data_ptr() and copy.v.data_ptr() != cache.v.data_ptr()
+        for name in ("k", "v", "k_scale", "v_scale"):
+            mine, theirs = getattr(copy, name), getattr(cache, name)
+            assert (mine is None and theirs is None) or torch.equal(mine, theirs)
+
+
+def test_one_case_keeps_its_cache_warm() -> None:
+    chosen = suite("decode", "formats")
+    warm = [case for case in chosen.cases if decode.SUBJECT.params(case, chosen)["l2"] == "warm"]
+    assert chosen.l2 == "cold" and [case.name for case in warm] == ["bf16-b1-s4096-warm"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
@@ -70,9 +72,29 @@ def test_the_cpu_clock_measures_the_call_within_its_scope() -> None:
     assert all(value >= 2.0 for value in ms)
 
 
+def test_calls_in_turns() -> None:
+    seen: list[int] = []
+    call = timing.in_turns([Call(partial(seen.append, i)) for i in range(3)])
+    for _ in range(5):
+        call.run()
+    assert seen == [0, 1, 2, 0, 1]
+
+
 def test_launch_cost_is_in_microseconds() -> None:
     cost = timing.launch_cost(lambda: time.sleep(0.001), device="cpu", calls=2, batches=3)
     assert 1000 <= cost < 100_000
+
+
+def test_a_burst_has_no_garbage_collected_and_no_call_that_warms_up() -> None:
+    seen: list[tuple[float, bool]] = []
+
+    def run() -> None:
+        seen.append((time.perf_counter(), gc.isenabled()))
+        time.sleep(0.02 if len(seen) <= 3 else 0.001)  # the first three are slow
+
+    cost = timing.burst(run, device="cpu", calls=5)
+    assert len(seen) == 8 and not any(on for _, on in seen) and gc.isenabled()
+    assert 1000 <= cost < 8000
 
 
 @pytest.mark.gpu

@@ -45,20 +45,21 @@ def rows(form: str, dim: int, *tile: int, **features: bool) -> DecodeVariant:
 
 
 ROWS = {
-    "rows": chosen("bf16", 128), "rows-of-8-queries": chosen("bf16", 128, group=8),
-    "rows-fp16": chosen("fp16", 128, softcap=True, alibi=True), "rows-of-4": rows("bf16", 128, 12, 1, 1, 3, 4),
+    "rows": rows("bf16", 128, 12, 1, 1, 6, 2), "rows-fp16": chosen("fp16", 96, softcap=True, alibi=True),
+    "rows-of-4": rows("bf16", 128, 12, 1, 1, 3, 4),
     "rows-72": chosen("bf16", 72), "rows-80": chosen("bf16", 80), "rows-96": chosen("bf16", 96, group=8),
     "rows-112": chosen("bf16", 112), "rows-256": rows("bf16", 256, 8, 1, 1, 4, 2),
-    "rows-fp8": chosen("fp8", 128, batch=128), "rows-int8": chosen("int8", 128, batch=128),
-    "rows-int4": rows("int4", 128, 12, 1, 2, 9, 4), "rows-int4-wide": rows("int4", 128, 8, 1, 2, 5, 8),
+    "rows-fp8": chosen("fp8", 128), "rows-int8": chosen("int8", 128, group=8), "rows-int4": chosen("int4", 128),
+    "rows-fp8-of-4": rows("fp8", 128, 12, 1, 2, 3, 4), "rows-deep": rows("bf16", 128, 8, 1, 1, 12, 2),
     "rows-features": rows("bf16", 96, 12, 1, 1, 6, 4, left=True, softcap=True, alibi=True),
 }  # fmt: skip
 SAMPLE = ROWS | {
-    "bf16": chosen("bf16", 128, batch=1), "bf16-72": chosen("bf16", 72, batch=1), "bf16-256": chosen("bf16", 256),
+    "bf16": chosen("bf16", 128), "bf16-8-rows": chosen("bf16", 128, group=8),
+    "bf16-72": chosen("bf16", 72, batch=1), "bf16-256": chosen("bf16", 256),
     "bf16-192x128": chosen("bf16", 192, 128), "bf16-16-rows": chosen("bf16", 128, group=16),
     "fp16-features": chosen("fp16", 96, batch=1, softcap=True, alibi=True),
-    "fp8": chosen("fp8", 128), "int8": chosen("int8", 128),
-    "int8-80": chosen("int8", 80), "int4": chosen("int4", 128), "int4-64": chosen("int4", 64),
+    "fp8": chosen("fp8", 128, batch=1), "int8": chosen("int8", 128, batch=1),
+    "int8-80": chosen("int8", 80), "int4": chosen("int4", 128, batch=1), "int4-64": chosen("int4", 64),
     "ahead": DecodeVariant(128, 128, 4, "bf16", HopperDecodeTile(8, 1, 1, 3), 2048, 2048, left=True),
 }  # fmt: skip
 
@@ -96,6 +97,18 @@ def test_a_row_is_one_copy_and_the_loop_does_not_spill(variant: DecodeVariant) -
     half = len(products) // 2  # the loop's two bodies: with hidden keys and without
     for body in (lines[products[0] : products[half - 1]], lines[products[half] : products[-1]]):
         assert not any("LDL" in line or "STL" in line for line in body)
+
+
+@pytest.mark.parametrize(
+    "variant", [SAMPLE["rows"], SAMPLE["bf16"], SAMPLE["rows-72"]], ids=["rows", "bf16", "rows-72"]
+)
+def test_nothing_is_read_or_written_before_the_kernel_ahead_has_ended(variant: DecodeVariant) -> None:
+    """It may be launched early: prefetches into the L2 are all that it may do then."""
+    made = nvrtc.compiled(*source.program(variant))
+    lines = resources(made.cubin, variant.shared, entry="decode").sass.splitlines()
+    waits = [i for i, line in enumerate(lines) if "ACQBULK" in line]
+    memory = [i for i, line in enumerate(lines) if re.search(r"\b(LDG|LDGSTS|UBLKCP|STG|ATOMG|RED)\b", line)]
+    assert len(waits) == 1 and waits[0] < memory[0] and sum("PREEXIT" in line for line in lines) == 1
 
 
 def test_both_have_the_same_fields_in_the_same_order() -> None:

@@ -105,11 +105,11 @@ def sized(form: str, batch: int, context: int, **changes: Any) -> DecodeProblem:
 @pytest.mark.parametrize(
     ("problem", "tile"),
     [
-        (sized("bf16", 64, 4096), "w12-p1-k16-s6-h2"), (sized("bf16", 16, 32768), "w12-p1-k16-s6-h2"),
-        (sized("bf16", 16, 4096), "w12-p1-k16-s6-h2"), (sized("bf16", 64, 4096, heads=8), "w12-p1-k16-s6-h2"),
-        (sized("bf16", 64, 4096, heads=64), "w12-p1-k16-s6-h2"),
         *((sized("bf16", 64, 4096, head_dim=dim), "w12-p1-k32-s3-h4") for dim in (72, 80, 96, 112)),
-        (sized("fp8", 16, 32768), "w12-p1-k32-s3-h4"), (sized("int8", 128, 4096), "w12-p1-k32-s3-h4"),
+        (sized("bf16", 64, 4096, head_dim=96, heads=8), "w12-p1-k32-s3-h4"),
+        (sized("bf16", 64, 4096, head_dim=96, heads=64), "w12-p1-k32-s3-h4"),
+        (sized("fp8", 16, 32768), "w8-p1-k32-s3-h8"), (sized("int8", 64, 4096), "w8-p1-k32-s3-h8"),
+        (sized("fp8", 128, 4096, kv_heads=4), "w12-p1-k32-s3-h4"), (sized("int4", 64, 4096), "w8-p1-k32-s5-h8"),
     ],
     ids=str,
 )  # fmt: skip
@@ -122,14 +122,16 @@ def test_a_large_cache_has_rows_of_several_heads_copied_together(problem: Decode
 @pytest.mark.parametrize(
     ("problem", "word"),
     [
-        (sized("bf16", 1, 32768), "batch=1"), (sized("bf16", 16, 2048), "134.2 MB"),
-        (sized("fp8", 64, 4096), "545.3 MB"), (sized("int4", 64, 4096), "64 bytes in int4"),
+        (sized("bf16", 1, 32768, head_dim=96), "batch=1"), (sized("bf16", 16, 2048, head_dim=96), "100.7 MB"),
+        (sized("bf16", 64, 4096), "256 and 256 bytes"), (sized("fp8", 16, 4096), "136.3 MB"),
+        (sized("int4", 16, 4096), "75.5 MB"), (sized("int4", 64, 4096, head_dim=64), "32 and 32 bytes in int4"),
         (sized("bf16", 64, 4096, head_dim=256), "512 bytes"), (sized("bf16", 64, 4096, head_dim=48), "96 bytes"),
         (sized("fp8", 64, 32768, head_dim=256), "256 bytes in fp8"), (sized("bf16", 64, 4096, heads=128), "16 query"),
-        (sized("bf16", 256, 4096, kv_heads=1, heads=8), "kv_heads=1 is no multiple of 2"),
+        (sized("bf16", 256, 4096, kv_heads=1, heads=8, head_dim=96), "kv_heads=1 is no multiple of 4"),
         (sized("bf16", 64, 4096, kv_heads=10, heads=40, head_dim=96), "kv_heads=10 is no multiple of 4"),
-        (sized("bf16", 64, 4096, kv_heads=32), "6 groups of 2"),
-        (sized("bf16", 64, 4096, window=(512, -1)), "134.5 MB"),
+        (sized("int4", 64, 4096, kv_heads=4), "kv_heads=4 is no multiple of 8"),
+        (sized("bf16", 64, 4096, kv_heads=32, head_dim=96), "6 groups of 4"),
+        (sized("bf16", 64, 4096, window=(512, -1), head_dim=96), "100.9 MB"),
     ],
     ids=str,
 )  # fmt: skip
@@ -301,7 +303,10 @@ def test_tiles(tile: tuple[int, ...], form: str) -> None:
         check(queries(cache, 1, 8, torch.bfloat16), cache)
 
 
-ROWS = [(6, 1, 1, 6, 2), (12, 1, 1, 6, 2), (4, 1, 2, 2, 2), (8, 1, 1, 8, 2), (12, 1, 1, 3, 4), (8, 1, 1, 2, 8)]
+ROWS = [
+    (6, 1, 1, 6, 2), (12, 1, 1, 6, 2), (4, 1, 2, 2, 2), (8, 1, 1, 12, 2), (12, 1, 1, 3, 4), (8, 1, 1, 6, 4),
+    (8, 1, 1, 3, 8),
+]  # fmt: skip
 
 
 @pytest.mark.gpu
@@ -431,6 +436,66 @@ def test_large_caches(form: str, dim: int, lengths: tuple[int, ...]) -> None:
     assert ((out - want).float().norm() / want.float().norm()).item() < 8e-3
     torch.testing.assert_close(lse, want_lse, atol=4e-3, rtol=1e-3)
     assert all(torch.equal(fk.decode(q, cache, impl="hopper"), out) for _ in range(10))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("form", "tile"),
+    [
+        ("bf16", (8, 1, 1, 12, 2)), ("bf16", (8, 1, 1, 3, 8)), ("fp8", (8, 1, 2, 3, 8)), ("int4", (8, 1, 2, 5, 8)),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("lengths", [(30_000,), (9_000, 0, *range(5, 3000, 170))], ids=["one", "ragged"])
+def test_joins_of_rows_copied_together(form: str, tile: tuple[Any, ...], lengths: tuple[int, ...]) -> None:
+    """One sequence has a part in every share. The oracle would take minutes, so the reference stands in."""
+    cache = cache_of(lengths, form, kv_heads=8, dim=128, device="cuda")
+    q = queries(cache, 1, 32, torch.bfloat16)
+    want, want_lse = fk.decode(q, cache, impl="torch", return_lse=True)
+    with use_tile(tile=HopperDecodeTile(*tile)):
+        out, lse = fk.decode(q, cache, impl="hopper", return_lse=True)
+        assert all(torch.equal(fk.decode(q, cache, impl="hopper"), out) for _ in range(10))
+    assert ((out - want).float().norm() / want.float().norm()).item() < 8e-3
+    torch.testing.assert_close(lse, want_lse, atol=4e-3, rtol=1e-3)
+
+
+# Warps that copy for themselves and rows that are copied together.
+BOTH = [(8, 1, 2, 1), (8, 2, 1, 1), (12, 1, 1, 6, 2), (8, 1, 1, 12, 2)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", BOTH, ids=str)
+@pytest.mark.parametrize("graph", [False, True], ids=["stream", "graph"])
+def test_a_kernel_that_starts_early_waits_for_the_one_ahead(tile: tuple[int, ...], graph: bool) -> None:
+    """Each call has the output of the one before as its queries, and lengths that were written just before it."""
+    cache = cache_of([900, 0, 1, 333, 64], "bf16", dim=128, device="cuda")
+    lengths = cache.lengths.clone()
+    q = queries(cache, 1, 8)
+
+    def chain(wait: bool = False) -> list[Tensor]:
+        found = [q]
+        for shift in range(6):
+            torch.clamp(lengths - 7 * shift, min=0, out=cache.lengths)
+            for factor in (8, 1):
+                x = found[-1] * factor
+                if wait:
+                    torch.cuda.synchronize()
+                found.append(fk.decode(x, cache, impl="hopper"))
+        return found
+
+    with use_tile(tile=HopperDecodeTile(*tile)):
+        want = chain(wait=True)
+        found = chain()
+        if graph:
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured):
+                found = chain()
+            for _ in range(3):
+                captured.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
+        cache.lengths.copy_(lengths)
+        check(q, cache)
 
 
 @pytest.mark.gpu

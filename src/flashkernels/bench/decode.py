@@ -22,6 +22,7 @@ from flashkernels.decode.cases import Case, inputs, suite as cases
 from flashkernels.decode.reference import keys_of
 from flashkernels.formats import FORMATS, decode as numbers, encode
 from flashkernels.hardware import Gpu, detect
+from flashkernels.kvcache import PagedCache
 
 
 def run(
@@ -121,7 +122,27 @@ def _params(case: Case, suite: Suite) -> dict[str, Any]:
     params |= {"heads": p.heads, "kv_heads": p.kv_heads, "head_dim": p.head_dim}
     if p.head_dim_v != p.head_dim:
         params["head_dim_v"] = p.head_dim_v
-    return params | {"dtype": p.dtype, "launch": suite.launch, "l2": suite.l2}
+    return params | {"dtype": p.dtype, "launch": suite.launch, "l2": runner.l2_of(case, suite)}
+
+
+APART = 200e6  # bytes read before any of them is read again: four times an H200's L2
+
+
+def _turns(case: Case, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """The queries with the cache and copies of it."""
+    q, cache = args
+    more = -(-int(APART) // case.cache_bytes()) - 1
+    return [args, *((q, _copy(cache)) for _ in range(more))]
+
+
+def _copy(cache: PagedCache) -> PagedCache:
+    k = cache.k.clone()
+    v = k[..., : cache.v.shape[-1]] if cache.shared else cache.v.clone()
+    k_scale = v_scale = None
+    if cache.k_scale is not None and cache.v_scale is not None:
+        k_scale = cache.k_scale.clone()
+        v_scale = k_scale[..., : cache.v_scale.shape[-1]] if cache.shared else cache.v_scale.clone()
+    return replace(cache, k=k, v=v, k_scale=k_scale, v_scale=v_scale)
 
 
 SUBJECT = Subject(
@@ -130,6 +151,7 @@ SUBJECT = Subject(
     plain=plain,
     error=lambda found, reference, case: check.relative_error(cast(Tensor, found), reference),
     params=_params,
+    turns=_turns,
 )
 
 

@@ -50,6 +50,9 @@ class Subject:
     plain: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
     error: Callable[[Any, Any, Any], float]
     params: Callable[[Any, Suite], dict[str, Any]]
+    # The arguments and others like them, so many that what they hold is read again only when the L2 has lost it. Where
+    # there is this, calls of a graph take turns with them; else the L2 is flushed before each call.
+    turns: Callable[[Any, tuple[Any, ...]], list[tuple[Any, ...]]] | None = None
 
 
 def attention() -> Subject:
@@ -150,6 +153,11 @@ def costs(
     return found
 
 
+def l2_of(case: Any, suite: Suite) -> timing.L2:
+    """The suite's, unless the case has its own."""
+    return getattr(case, "l2", None) or suite.l2
+
+
 def measure(
     case: Any, suite: Suite, contestants: Sequence[Contestant], gpu: Gpu | None, rounds: int,
     subject: Subject | None = None,
@@ -157,7 +165,10 @@ def measure(
     """One row a contestant: first everyone is checked, then those who are right take turns under the clock."""
     subject = subject or attention()
     launch = getattr(case, "launch", suite.launch)  # some suites compare ways to launch
+    l2 = l2_of(case, suite)
     args, kwargs = subject.inputs(case, suite.device)
+    rotates = subject.turns and suite.device == "cuda" and launch == "graph" and l2 == "cold"
+    turns = subject.turns(case, args) if subject.turns and rotates else []
     reference = subject.oracle(case, args, kwargs)
     reference_error = subject.error(subject.plain(case, args, kwargs), reference, case)
     errors: dict[str, float] = {}
@@ -172,7 +183,11 @@ def measure(
             if not errors[name] <= check.tolerance(reference_error):  # a NaN fails too
                 reasons[name] = f"error {errors[name]:.2g} is over {check.tolerance(reference_error):.2g}"
             else:
-                samplers[name] = timing.sampler(call, device=suite.device, l2=suite.l2, launch=launch)
+                if turns:
+                    call = timing.in_turns([contestant.prepare(case, each, kwargs) for each in turns])
+                samplers[name] = timing.sampler(
+                    call, device=suite.device, l2=l2, launch=launch, turns=len(turns)
+                )
         except Unsupported as unsupported:
             reasons[name] = str(unsupported)
         except Exception as error:  # someone else's code may raise anything, and must not end the run

@@ -6,11 +6,13 @@ turns in several rounds whose order alternates, and a figure is the median over 
 
 from __future__ import annotations
 
-import statistics
+import gc
+import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -31,9 +33,15 @@ class Call:
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
+def in_turns(calls: Sequence[Call]) -> Call:
+    """The next one of these calls, each time."""
+    ring = itertools.cycle([call.run for call in calls])
+    return Call(lambda: next(ring)(), calls[0].scope)
+
+
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of each call; under a warm graph replay each figure is the mean over the calls of one graph."""
+    """Milliseconds of each call; where a graph holds many calls, each figure is the mean over those of one graph."""
 
     ms: tuple[float, ...]
 
@@ -61,11 +69,15 @@ def interleave(samplers: Mapping[str, Sampler], rounds: int) -> dict[str, Times 
     return {name: Times(tuple(values)) for name, values in ms.items()} | failed
 
 
-def sampler(call: Call, *, device: str, l2: L2, launch: Launch) -> Sampler:
-    """A function that times one round of `call`; warm-up, the estimate and the capture of a graph happen here."""
+def sampler(call: Call, *, device: str, l2: L2, launch: Launch, turns: int = 0) -> Sampler:
+    """A function that times one round of `call`; warm-up, the estimate and the capture of a graph happen here.
+
+    `turns`: of a call whose memory repeats only after so many calls, and by then has left the L2. A graph then holds
+    many of them, and nothing is flushed in between.
+    """
     if device == "cpu":
         return _cpu_sampler(call)
-    return _gpu_sampler(call, l2, launch)
+    return _gpu_sampler(call, l2, launch, turns)
 
 
 def repetitions(budget_ms: float, call_ms: float) -> int:
@@ -89,20 +101,33 @@ def heat(seconds: float) -> None:
         torch.cuda.synchronize()
 
 
-def launch_cost(run: Callable[[], Any], *, device: str, calls: int = 100, batches: int = 11) -> float:
-    """CPU microseconds of one eager call: the median over batches of calls that are not waited for.
+def launch_cost(run: Callable[[], Any], *, device: str, calls: int = 50, batches: int = 25) -> float:
+    """CPU microseconds of one eager call: the least of some bursts, as `timeit` has it. See `burst`."""
+    return min([burst(run, device=device, calls=calls) for _ in range(1 + batches)][1:])  # the first may compile
 
-    Give it a tiny problem: the GPU must drain its queue faster than the CPU fills it.
+
+def burst(run: Callable[[], Any], *, device: str, calls: int = 50) -> float:
+    """CPU microseconds of one eager call: the mean of a burst of calls on a GPU that had nothing to do.
+
+    A burst is short: while the GPU's queue, 1024 launches, has room for all of it, nothing waits for the GPU, however
+    long the kernels take. All that belongs to a call is in it, also freeing what the last one returned; a collection of
+    garbage is not, as its cost is that of all objects of a program. What differs between bursts is the machine: on that
+    of the H200 the same call took 1.4 times as long a moment later (2026-11-15).
     """
-    costs = []
-    for _ in range(batches):
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(3):
+            run()
         _synchronize(device)
         start = time.perf_counter()
         for _ in range(calls):
             run()
-        costs.append((time.perf_counter() - start) / calls * 1e6)
-    _synchronize(device)
-    return statistics.median(costs[1:])  # the first batch warms caches and may compile
+        return (time.perf_counter() - start) / calls * 1e6
+    finally:
+        if collects:
+            gc.enable()
+        _synchronize(device)
 
 
 def _cpu_sampler(call: Call) -> Sampler:
@@ -122,7 +147,7 @@ def _cpu_sampler(call: Call) -> Sampler:
     return sample
 
 
-def _gpu_sampler(call: Call, l2: L2, launch: Launch) -> Sampler:
+def _gpu_sampler(call: Call, l2: L2, launch: Launch, turns: int) -> Sampler:
     import torch
 
     def timed(work: Callable[[], Any], times: int, before: Callable[[], Any]) -> list[float]:
@@ -138,19 +163,23 @@ def _gpu_sampler(call: Call, l2: L2, launch: Launch) -> Sampler:
     def nothing() -> None:
         pass
 
+    flushed = l2 == "cold" and not turns
     with call.scope():
         call.run()
         call_ms = min(timed(call.run, 3, nothing))
         if launch == "graph":
             # One call a graph when the cache is flushed between calls; else many, as one replay costs microseconds.
-            inside = 1 if l2 == "cold" else min(100, repetitions(GRAPH_MS, call_ms))
+            inside = 1 if flushed else min(100, repetitions(GRAPH_MS, call_ms))
+            inside = -(-inside // max(1, turns)) * max(1, turns)
             work, outside = _capture(call.run, inside).replay, repetitions(GPU_ROUND_MS, call_ms * inside)
         else:
             inside, work, outside = 1, call.run, repetitions(GPU_ROUND_MS, call_ms)
     flush: Callable[[], Any] = nothing
-    if l2 == "cold":
+    if flushed:
+        # By reading: what is written stays in the L2, and goes to memory while, and at the cost of, what is timed.
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        flush = torch.empty(2 * properties.L2_cache_size, dtype=torch.uint8, device="cuda").zero_
+        other = torch.zeros(2 * properties.L2_cache_size // 4, device="cuda")
+        flush = partial(torch.amax, other, 0, out=torch.empty((), device="cuda"))
 
     def sample() -> list[float]:
         with call.scope():

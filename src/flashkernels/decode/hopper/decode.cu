@@ -9,7 +9,7 @@
 // Copies are of 16 bytes a lane, not by TMA: that took 7 to 10 cycles for each row of a box of 16, whatever its bytes.
 #include "decode_formats.cuh"
 #include "decode_schedule.cuh"
-#include "decode_finish.cuh"
+#include "decode_ends.cuh"
 
 // --- loads, ahead of their use
 
@@ -150,79 +150,6 @@ DEVICE void walk(Consumer& consumer, Reader& reader, const Part& part, Loader& l
   }
 }
 
-// --- the ends of units
-
-// The parts of a unit, in order, to its output: a factor for each part and row first, by a warp for each row.
-DEVICE void join(const Params& p, const Part& part, int first, int count, u32 smem) {
-  constexpr int STRIDE = DV + 2;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  auto from = [&](int n) {
-    return p.parts + (i64)(2 * ((first + n) * p.kv_heads + part.head) + (n == 0)) * GROUP * STRIDE;
-  };
-  for (int row = warp; row < GROUP; row += WARPS) {
-    float top = -INF, weight = 0.f;
-    for (int n = lane; n < count; n += 32) top = fmaxf(top, __ldcg(from(n) + row * STRIDE + DV));
-#pragma unroll
-    for (int distance = 16; distance; distance /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
-    for (int n = lane; n < count; n += 32) {
-      const float factor = weight_of(__ldcg(from(n) + row * STRIDE + DV), top);
-      weight = fmaf(__ldcg(from(n) + row * STRIDE + DV + 1), factor, weight);
-      put_float(smem + MERGE_AT + (row * MOST_RANGES + n) * 4, factor);
-    }
-#pragma unroll
-    for (int distance = 16; distance; distance /= 2) weight += __shfl_xor_sync(~0u, weight, distance);
-    if (lane == 0) put_float(smem + TOPS_AT + row * 8, top), put_float(smem + TOPS_AT + row * 8 + 4, weight);
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < GROUP * DV; i += THREADS) {
-    const int row = i / DV, column = i % DV;
-    float sum = 0.f;
-#pragma unroll 8
-    for (int n = 0; n < count; n++)
-      sum = fmaf(__ldcg(from(n) + row * STRIDE + column), float_at(smem + MERGE_AT + (row * MOST_RANGES + n) * 4), sum);
-    const State x = state_at(smem + TOPS_AT + row * 8);
-    finish(p, part, row, column, sum, x.top, x.weight);
-  }
-}
-
-// Joins what the warps have, and writes the output, or this piece's part of it.
-DEVICE void merge(const Params& p, const Schedule& schedule, const Part& part, int piece, u32 smem) {
-  constexpr int STRIDE = DV + 2;
-  const int place = part.from == 0 ? 1 : 0;  // a piece shares at most two units: one began before it, one ends after
-  float* own = p.parts + (i64)(2 * piece + place) * GROUP * STRIDE;
-  for (int i = threadIdx.x; i < GROUP * DV; i += THREADS) {
-    const int row = i / DV, column = i % DV;
-    float top = -INF, weight = 0.f, sum = 0.f;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) top = fmaxf(top, state_at(smem + TOPS_AT + (w * GROUP + row) * 8).top);
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-      const State x = state_at(smem + TOPS_AT + (w * GROUP + row) * 8);
-      const float factor = weight_of(x.top, top);
-      weight = fmaf(x.weight, factor, weight);
-      sum = fmaf(float_at(smem + MERGE_AT + ((w * GROUP + row) * PITCH + column) * 4), factor, sum);
-    }
-    if (part.whole()) {
-      finish(p, part, row, column, sum, top, weight);
-    } else {
-      own[row * STRIDE + column] = sum;
-      if (column == 0) own[row * STRIDE + DV] = top, own[row * STRIDE + DV + 1] = weight;
-    }
-  }
-  if (part.whole()) return;
-
-  const int first = schedule.range_of(part.begin), last = schedule.range_of(part.begin + part.all - 1);
-  int* arrived = p.counters + 2 + first * p.kv_heads + part.head;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) put_int(smem + WARP_SUMS_AT, atomicAdd(arrived, 1));
-  __syncthreads();
-  if (int_at(smem + WARP_SUMS_AT) != last - first) return;  // others are still at it
-  __threadfence();
-  if (threadIdx.x == 0) *arrived = 0;
-  join(p, part, first, last - first + 1, smem);
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) decode(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char shared_memory[];
   const u32 smem = shared_address(shared_memory);
@@ -232,6 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) decode(const __gri
     for (int at = threadIdx.x * 16; at < SCALES_AT; at += THREADS * 16)
       asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(smem + at), "r"(0) : "memory");
   }
+  wait_for_kernel_ahead(p);
   count_steps(p, smem, warp, lane);
   const Schedule schedule(p, smem);
   const Queue queue(p, schedule);

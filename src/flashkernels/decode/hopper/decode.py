@@ -46,7 +46,7 @@ ADDRESSES, SCALES = struct.Struct(f"{len(POINTERS)}Q"), struct.Struct("2f")
 @functools.cache
 def kernel(variant: DecodeVariant) -> driver.Kernel:
     """The variant's machine code, compiled once in a process and once on a machine."""
-    return driver.Kernel(nvrtc.compile(*source.program(variant)), "decode", variant.shared)
+    return driver.Kernel(nvrtc.compile(*source.program(variant)), "decode", variant.shared, early=True)
 
 
 def plan(problem: DecodeProblem, gpu: Gpu | None, call: Call) -> Run:

@@ -3,6 +3,7 @@
 #include "decode_numbers.cuh"
 
 constexpr int THREADS = 32 * WARPS;
+constexpr int HEADS = 1, SPLITS = WARPS, ROWS = GROUP;  // of a block: KV heads, warps of a head, query rows
 constexpr int WIDTH = KIND == PLAIN ? 64 : KIND == INT4 ? 256 : 128;  // numbers in 128 bytes
 constexpr int K_CHUNKS = ceil_div(D, WIDTH), V_CHUNKS = ceil_div(DV, WIDTH);
 
@@ -19,10 +20,9 @@ constexpr int PITCH = DV + 4;  // floats of a row of sums: no two rows that are 
 constexpr int TOPS_AT = MERGE_AT + WARPS * GROUP * PITCH * 4;  // maximum and weight of each warp's rows
 constexpr int STARTS_AT = TOPS_AT + WARPS * GROUP * 8;         // first step of each sequence
 constexpr int LENGTHS_AT = STARTS_AT + 4 * (MOST_SEQUENCES + 1);
-constexpr int WARP_SUMS_AT = LENGTHS_AT + 4 * MOST_SEQUENCES;
+constexpr int WARP_SUMS_AT = LENGTHS_AT + 4 * MOST_SEQUENCES, ARRIVED_AT = WARP_SUMS_AT;  // one after the other
 constexpr int QUEUE_AT = WARP_SUMS_AT + 4 * (WARPS + 1);  // pieces of this block: of four in turn
 constexpr int BARRIERS_AT = round_up(QUEUE_AT + 4 * 4, 8);
-constexpr int MOST_RANGES = WARPS * PITCH;  // so that a factor for each fits where the warps' sums were
 static_assert(BARRIERS_AT + 8 * WARPS * STAGES == SHARED_MEMORY, "source.py counts the same bytes");
 
 // --- K: steps of 16 columns
@@ -120,7 +120,7 @@ DEVICE u32 scale_place(u32 at, int key, int head) { return at + key * SCALE_BYTE
 // Four numbers of a query row, as k = 2t, 2t + 1 and 2t + 8, 2t + 9 of step `step` want them (INT4: of two steps).
 DEVICE u64 four_queries(const u16* row, bool inside, int step, int t) {
   const int column = KIND == INT4 ? step / 2 * 32 + t * 8 + step % 2 * 4 : column_of(step, t, false, 0);
-  return inside && column < D ? __ldg((const u64*)(row + column)) : 0;
+  return inside && column < D ? *(const u64*)(row + column) : 0;
 }
 // V's rows that nobody may see become 0: their weight is 0, but 0 * NaN is NaN.
 DEVICE void clear_hidden(u32 v, int key, int lowest, int length, int lane) {

@@ -9,21 +9,22 @@
 struct Schedule {
   const Params& p;
   const u32 smem;
-  int total, ranges, pieces;
+  int total, ranges, groups, pieces;  // groups: of heads, one each
   int each, rest;  // steps of a range; the first `rest` of them have one more
 
   DEVICE Schedule(const Params& p, u32 smem) : p(p), smem(smem) {
     total = start(p.batch);
     // each block at least one piece, and more only of some steps for every warp
     const int worth = (int)min((i64)p.most_pieces, (i64)total * p.kv_heads / (LEAST * WARPS));
-    ranges = max(1, min(min(total, MOST_RANGES), max((int)gridDim.x, worth) / p.kv_heads));
-    pieces = total ? ranges * p.kv_heads : 0;
+    groups = p.kv_heads;
+    ranges = max(1, min(total, max((int)gridDim.x, worth) / groups));
+    pieces = total ? ranges * groups : 0;
     each = total / ranges;
     rest = total % ranges;
   }
   DEVICE int start(int b) const { return int_at(smem + STARTS_AT + 4 * b); }
   DEVICE int begin(int range) const { return range * each + min(range, rest); }
-  DEVICE int range_of(int step) const {
+  DEVICE int share_of(int step) const {
     const int long_ones = rest * (each + 1);
     return step < long_ones ? step / (each + 1) : rest + (step - long_ones) / each;
   }

@@ -16,6 +16,22 @@ DEVICE int steps_of(const Params& p, int length) {
   return length > 0 ? ceil_div(length, KEYS) - first_step(p, length) : 0;
 }
 
+// The kernel ahead may still run where this one is launched early: whatever it may write is read behind this. The table
+// is the second of three latencies before the first key arrives. All blocks bring it and the lengths to the L2, which is
+// right whoever writes them meanwhile; a small table then comes to this SM while the lengths are on their way.
+DEVICE void wait_for_kernel_ahead(const Params& p) {
+  constexpr int LINE = 32, MOST_LINES = 128;
+  const i64 all = (p.batch - 1) * p.table_batch + p.table_width;
+  const i64 own = ((i64)blockIdx.x * THREADS + threadIdx.x) * LINE;
+  if (own < p.batch) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.lengths + own));
+  if (own < all) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.table + own));
+  asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+  const int at = threadIdx.x * LINE;
+  int unused;
+  if (all <= LINE * MOST_LINES && at < all)
+    asm volatile("ld.global.ca.s32 %0, [%1];" : "=r"(unused) : "l"(p.table + at));
+}
+
 // The first step of every sequence to shared memory, at the end all of them; and the lengths.
 DEVICE void count_steps(const Params& p, u32 smem, int warp, int lane) {
   constexpr int EACH = ceil_div(MOST_SEQUENCES, THREADS);

@@ -88,11 +88,11 @@ template <class Use> DEVICE void each_of_k(u32 at, int lane, Use use) {
 DEVICE u64 four_queries(const u16* row, bool inside, int step, int t) {
   if constexpr (KIND == PLAIN) {
     const u32* pair = (const u32*)(row + step * 16 + 2 * t);
-    const u32 low = inside ? __ldg(pair) : 0, high = inside && step * 16 + 8 < D ? __ldg(pair + 4) : 0;
+    const u32 low = inside ? *pair : 0, high = inside && step * 16 + 8 < D ? pair[4] : 0;
     return low | (u64)high << 32;
   } else {
     const int column = KIND == INT4 ? step / 2 * 32 + t * 8 + step % 2 * 4 : step * 16 + 4 * t;
-    return inside ? __ldg((const u64*)(row + column)) : 0;
+    return inside ? *(const u64*)(row + column) : 0;
   }
 }
 

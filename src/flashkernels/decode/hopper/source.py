@@ -10,7 +10,7 @@ from flashkernels.formats import FORMATS
 
 OWN_HEADERS = (
     "decode_params", "decode_numbers", "decode_formats", "decode_steps", "decode_schedule", "decode_warp",
-    "decode_finish", "rows_layout", "rows_schedule",
+    "decode_finish", "decode_ends", "rows_layout", "rows_schedule",
 )  # fmt: skip
 SHARED_HEADERS = ("prelude", "mbarrier")  # of attention/hopper
 KINDS = {"bf16": 0, "fp16": 0, "fp8": 1, "int8": 2, "int4": 3}
@@ -43,8 +43,8 @@ class HopperDecodeTile:
 
     @property
     def name(self) -> str:
-        heads = f"-h{self.heads}" if self.heads else ""
-        return f"hopper-w{self.warps}-p{self.per_sm}-k{16 * self.sub}-s{self.stages}{heads}"
+        more = f"-h{self.heads}" if self.heads else ""
+        return f"hopper-w{self.warps}-p{self.per_sm}-k{16 * self.sub}-s{self.stages}{more}"
 
     @property
     def threads(self) -> int:

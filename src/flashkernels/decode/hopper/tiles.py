@@ -14,10 +14,14 @@ MOST_ROWS = 16  # query heads of a KV head
 
 # Where rows of several heads are copied together (rows.cu): H200, 2026-11-15, 32 query heads over 8 KV heads. A border
 # lies between two sizes that were measured; the figures are µs of decode.cu and of rows.cu.
-LEAST_BATCH = 16  # B=1, 32768 keys 42.8 and 46.2: many parts for each unit; B=16, 4096 keys 76.5 and 75.8
-LEAST_READ = 200e6  # bytes: 134 MB (B=1) and 268 MB (B=16), as above
-LEAST_READ_NARROW = 800e6  # rows of 128 bytes, FP8 and INT8: 545 MB 144.0 and 149.5, 1091 MB 290.4 and 272.0
-NARROW, WIDE = 128, 256  # bytes of a row: 64 (INT4) 126.7 and 139.9; wider than 256 was not measured
+LEAST_BATCH = 16  # B=1, 32768 keys 40.9 and 43.9: many parts for each unit
+# By format, the bytes of a row and the least that a cache holds. bf16: 256 bytes are as fast by warps for themselves
+# (1074 MB 253 and 258). FP8 and INT8: 136 MB 44.5 and 49.0, 545 MB 154 and 150. INT4: 75 MB 34.8 and 35.3, 302 MB 125
+# and 106. Other rows were not measured.
+TOGETHER: dict[str, tuple[range, float]] = {
+    "bf16": (range(128, 256), 200e6), "fp16": (range(128, 256), 200e6), "fp8": (range(128, 129), 300e6),
+    "int8": (range(128, 129), 300e6), "int4": (range(64, 65), 150e6),
+}  # fmt: skip
 MOST_TOGETHER_ROWS = 8  # query heads of a KV head: with 16 the 128 registers of 12 warps spill 152 bytes
 MOST_GROUPS = 6  # of heads, for which blocks are divided: at most 2 of 132 have nothing to do
 
@@ -109,15 +113,13 @@ def apart(problem: DecodeProblem) -> str | None:
     """
     rows = [stored_bytes(problem.format, dim) for dim in (problem.head_dim, problem.head_dim_v)]
     heads, read = _heads(problem), problem.cache_bytes()
-    least = LEAST_READ if min(rows) > NARROW else LEAST_READ_NARROW
+    wanted, least = TOGETHER[problem.format]
     if problem.batch < LEAST_BATCH:
         return f"batch={problem.batch} is less than {LEAST_BATCH}"
     if problem.group > MOST_TOGETHER_ROWS:
         return f"{problem.group} query heads of a KV head are over {MOST_TOGETHER_ROWS}"
-    if problem.format == "int4" or min(rows) < NARROW:
-        return f"rows of {min(rows)} bytes in {problem.format} are too small for copies of their own"
-    if max(rows) > (WIDE if problem.format in ("bf16", "fp16") else NARROW):
-        return f"rows of {max(rows)} bytes in {problem.format} were not measured together"
+    if not all(row in wanted for row in rows):
+        return f"rows of {rows[0]} and {rows[1]} bytes in {problem.format} are as fast alone, or were not measured"
     if problem.kv_heads % heads:
         return f"kv_heads={problem.kv_heads} is no multiple of {heads}, of which a copy has the rows"
     if problem.kv_heads // heads > MOST_GROUPS:
@@ -129,32 +131,30 @@ def apart(problem: DecodeProblem) -> str | None:
 
 def _heads(problem: DecodeProblem) -> int:
     """A copy takes an SM about 15 ns whatever its bytes: of less than 490 they would be slower than memory."""
-    return 2 if min(stored_bytes(problem.format, dim) for dim in (problem.head_dim, problem.head_dim_v)) >= WIDE else 4
+    return 4 if problem.format in ("bf16", "fp16") or (problem.format != "int4" and problem.kv_heads % 8) else 8
 
 
 def side_by_side(problem: DecodeProblem) -> tuple[HopperDecodeTile, ...]:
-    """For copies of several heads.
-
-    At D=128 in bf16 4 heads are hardly faster than 2 (B=64: 261.3 µs both; B=128: 506.4 and 509.4), and slower where
-    lengths differ (one of 65536 beside 63 of 512: 116.9 and 112.4).
-    """
-    heads = _heads(problem)
-    sizes = ((1, 6),) if heads == 2 else ((2, 3), (1, 6), (1, 3))  # sixteens of keys, stages
-    return tuple(HopperDecodeTile(12, 1, keys, stages, heads) for keys, stages in sizes)
+    """For copies of several heads."""
+    of_four = tuple(HopperDecodeTile(12, 1, keys, stages, 4) for keys, stages in ((2, 3), (1, 6), (1, 3)))
+    if problem.format == "int4":
+        return (HopperDecodeTile(8, 1, 2, 5, 8),)
+    return of_four if _heads(problem) == 4 else (HopperDecodeTile(8, 1, 2, 3, 8), *of_four)
 
 
 def alone(problem: DecodeProblem) -> tuple[HopperDecodeTile, ...]:
     """For warps that copy for themselves.
 
-    Many warps that each wait for their own step did better than few that load ahead: at D=128 in bf16 16 warps of one
-    stage read 3.9 TB/s where 8 of three read 3.6 (B=64, 4096 keys). Small numbers take more keys a step.
+    Warps that each wait for their own step did better than few that load ahead: at D=128 in bf16 8 warps of 32 keys
+    read 4.25 TB/s where 8 of three stages of 16 read 4.08 (B=64, 4096 keys; one sequence of 32768: 3.35 and 3.18).
+    Small numbers take more keys a step.
     """
     key = stored_bytes(problem.format, problem.head_dim) + stored_bytes(problem.format, problem.head_dim_v)
     sizes: tuple[tuple[int, int, int], ...]  # warps, sixteens of keys, stages
     if key > 4 * ROW:
         sizes = ((6, 1, 2), (8, 1, 1), (4, 1, 1))
     elif key > 2 * ROW:
-        sizes = ((16, 1, 1), (12, 1, 1), (8, 1, 1), (4, 1, 1))
+        sizes = ((8, 2, 1), (16, 1, 1), (8, 1, 1), (4, 1, 1))
     elif key > ROW:
         sizes = ((8, 4, 1), (8, 2, 1), (8, 1, 1), (4, 1, 1))
     else:
