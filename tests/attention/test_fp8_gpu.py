@@ -171,6 +171,14 @@ def test_rows_that_see_nothing_and_first_tiles_that_are_hidden() -> None:
 
 
 @gpu
+def test_another_v_with_the_same_q_and_k() -> None:
+    """V transposed gets the room that the call before has left: its address says nothing about V's."""
+    small = quantised(LARGE, "cuda")
+    for v in (small.v, small.v.flip(1).clone()):
+        check(small._replace(v=v), IMPL, causal=True)
+
+
+@gpu
 def test_heads_of_zeros() -> None:
     q, k, v = qkv(LARGE, device="cuda")
     q[:, :, 1], k[:, :, 1], v[1] = 0, 0, 0

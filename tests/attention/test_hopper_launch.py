@@ -31,10 +31,16 @@ class Driver:
         note = self.launches.append
 
         class Kernel:
-            def start_with(self, grid: int, block: int, stream: int, parameters: Any) -> None:
+            def starter(self, block: int, parameters: list[int]) -> Any:
                 (address,) = parameters
-                assert stream == STREAM and address % 64 == 0
-                note((name, grid, block, Params.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(Params)))))
+                assert address % 64 == 0
+
+                def start(grid: int, stream: int) -> None:
+                    assert stream == STREAM
+                    params = Params.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(Params)))
+                    note((name, grid, block, params))
+
+                return start
 
         return Kernel()
 

@@ -71,9 +71,14 @@ class OneGpu:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("FLASHKERNELS_CACHE", str(tmp_path / "kernels"))
     specialised._loaded.clear()
-    launch._compiled.clear()
+    specialised._programs.clear()
     yield tmp_path / "kernels"
     specialised._loaded.clear()
+
+
+def test_the_installed_triton_is_supported() -> None:
+    """A release that is not waits for every test of this file: till then its kernels go Triton's own, slower way."""
+    assert specialised.SUPPORTED, f"triton {triton.__version__} is none of {', '.join(specialised.KNOWN)}"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -121,15 +126,6 @@ def declared(ptx: str) -> list[int]:
 @pytest.mark.parametrize("name", sorted({*CASES} - {"features", "backward", "rope", "loss"}))
 def test_parameters_lie_as_the_machine_code_declares_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, gpu = CASES[name]
-    texts: list[str] = []
-    compile = triton.compile
-
-    def noted(*arguments: Any, **keywords: Any) -> Any:
-        made = compile(*arguments, **keywords)
-        texts.append(made.asm["ptx"])
-        return made
-
-    monkeypatch.setattr(triton, "compile", noted)
     monkeypatch.setattr(cache, "store", lambda *_: None)
     monkeypatch.setattr(cache, "load", lambda *_: None)
     for program in programs(problem, lookup(gpu)):
@@ -137,12 +133,13 @@ def test_parameters_lie_as_the_machine_code_declares_them(name: str, monkeypatch
             continue
         assert isinstance(program, specialised.TritonProgram)
         program.build()
+        sizes = declared(program.made.asm["ptx"])
         found = specialised.layout(list(program.signature.values()))
         ends = (*found.offsets[1:], found.size)
-        for at, end, size in zip(found.offsets, ends, declared(texts[-1]), strict=True):
+        for at, end, size in zip(found.offsets, ends, sizes, strict=True):
             assert end - at >= size and at % min(size, 64) == 0
         letters = re.findall(r"128s|[a-zA-Z]", re.sub(r"\d+x", "", found.packing().format[1:]))
-        assert [struct.calcsize(f"<{letter}") for letter in letters] == declared(texts[-1])
+        assert [struct.calcsize(f"<{letter}") for letter in letters] == sizes
 
 
 class Starts:
@@ -152,16 +149,20 @@ class Starts:
         self.found: list[tuple[Any, ...]] = []
         self.maps: list[tuple[Any, ...]] = []
 
-        def start(kernel: Any, grid: int, block: int, stream: int, parameters: Any) -> None:
-            self.bytes = [ctypes.string_at(at, 8) for at in parameters]
-            self.found.append((kernel, grid, block, stream, self.bytes))
+        def starter(kernel: Any, block: int, parameters: list[int]) -> Any:
+            def start(grid: int, stream: int) -> None:
+                self.bytes = [ctypes.string_at(at, 8) for at in parameters]
+                self.found.append((kernel, grid, block, stream, self.bytes))
+
+            return start
 
         def encoded(*arguments: Any) -> bytes:
             self.maps.append(arguments)
             return len(self.maps).to_bytes(128, "little")
 
-        monkeypatch.setattr(driver.Kernel, "start_with", start)
+        monkeypatch.setattr(driver.Kernel, "starter", starter)
         monkeypatch.setattr(driver, "encoded_map", encoded)
+        monkeypatch.setattr(driver, "version", lambda: 13020)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
 
@@ -171,6 +172,7 @@ def test_a_launch_from_the_folder_passes_every_argument(folder: Path, monkeypatc
     (program,) = programs(CALL, gpu)
     assert isinstance(program, specialised.TritonProgram)
     program.build()
+    specialised._programs.clear()  # as another process would find the folder
     starts = Starts(monkeypatch)
     tensors = attention_tensors(CALL)
     call = launch.Launcher.__call__
@@ -223,17 +225,31 @@ def test_a_kernel_that_may_start_early_is_launched_so(monkeypatch: pytest.Monkey
             grid, block, (shared,) = struct.unpack_from("3I", raw), struct.unpack_from("3I", raw, 12), raw[24:25]
             stream, attributes, count = struct.unpack_from("QQI", raw, 32)
             attribute = struct.unpack("ii4i48x", ctypes.string_at(attributes, 72))
-            calls.append((grid, block, shared, stream, count, attribute[:3], handle.value, parameters))
+            calls.append((grid, block, shared, stream, count, attribute[:3], handle.value, [*parameters._obj]))
             return 0
 
     monkeypatch.setattr(driver, "launcher", Cuda)
     assert ctypes.sizeof(driver.Config) == 56 and ctypes.sizeof(driver.Attribute) == 72
-    attributes = [driver.Attribute(driver.EARLY_START, 0, (1,))]
-    start = driver.start_with_attributes(ctypes.c_void_p(0x700000002000), attributes)
+    monkeypatch.setattr(driver.Kernel, "prepare", lambda self: ctypes.c_void_p(0x700000002000))
+    start = driver.Kernel(b"", "kernel", 64, early=True).starter(128, [0x700000003000])
     for grid in (5, 6):
-        assert start(grid, 1, 1, 128, 1, 1, 64, ctypes.c_void_p(0x7FFF00001000), "parameters", None) == 0
-    rest = ((128, 1, 1), 64, 0x7FFF00001000, 1, (6, 0, 1), 0x700000002000, "parameters")
+        start(grid, 0x7FFF00001000)
+    rest = ((128, 1, 1), 64, 0x7FFF00001000, 1, (6, 0, 1), 0x700000002000, [0x700000003000])
     assert calls == [((5, 1, 1), *rest), ((6, 1, 1), *rest)]
+
+
+def test_a_first_call_needs_nothing_of_tritons_driver(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is a module in C, made when it is first asked for anything."""
+    starts = Starts(monkeypatch)
+    call = launch.Launcher.__call__
+    monkeypatch.setattr(launch.Launcher, "__call__", lambda self, grid, device, *rest: call(self, grid, 0, *rest))
+    monkeypatch.setattr(tritons_driver, "_active", None)
+    tensors = attention_tensors(CALL)
+    run = forward.plan(CALL, lookup("rtx5090"), tensors)
+    run(tensors, 0.25, 0.0)
+    run(tensors, 0.25, 0.0)
+    assert len(starts.found) == 2 and tritons_driver._active is None
+    assert len({id(kernel) for kernel, *_ in starts.found}) == 1
 
 
 def test_strict_mode_names_what_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,4 +420,18 @@ def test_a_second_launch_writes_what_changed(monkeypatch: pytest.MonkeyPatch) ->
     assert launched((x, None, seen(y), z), (4, 1, 6, 0.25))[1] == number(1) and len(starts.maps) == 2  # kept
     other = launched((x, None, launch.Descriptor(y, (16, 128), (256, 1), [16, 64]), z), numbers)
     assert other[1] == number(3) and struct.unpack("<2i", other[2]) == (16, 128)
-    assert (parameters.addresses[1] or 1) % 64 == 0  # where the driver wants a map
+    assert parameters.addresses[1] % 64 == 0  # where the driver wants a map
+
+
+@pytest.mark.parametrize(("rows", "release", "cleared"), [(511, 13010, 1), (512, 13010, 0), (511, 13020, 0)])
+def test_maps_of_small_tensors_are_mended(
+    rows: int, release: int, cleared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to CUDA 13.1, in those of less than 128 KiB, from the first element to the last: bit 21 of the second word."""
+    monkeypatch.setattr(driver, "encoded_map", lambda *_: bytes([255] * 128))
+    monkeypatch.setattr(driver, "version", lambda: release)
+    form = {"block_size": [16, 64], "elem_size": 2, "elem_type": 9, "swizzle": 3}
+    one = specialised.Map(form, 0, ctypes.create_string_buffer(256), 0)
+    words = struct.unpack("<16Q", one.encoded(0x1000, (rows, 128), (128, 1)))
+    full = 2**64 - 1
+    assert words == (full, full - (cleared << 21), *[full] * 14)

@@ -38,7 +38,7 @@ def compiled(
     return compile_for(kernel, types, fixed, sixteens, lookup(gpu).cc, compile_options(warps, 3, 0))
 
 
-SCANNED = {"tops_ptr": "fp32", "sums_ptr": "fp32"}
+SCANNED = {"scanned_ptr": "fp32"}
 
 
 @each_gpu
@@ -60,8 +60,7 @@ def test_scan_with_penalties(gpu: str) -> None:
     assert compiled(sampling.scan_kernel, gpu, pointers, constants, sampling.SCAN_WARPS, False).spills == 0
 
 
-FINISHED = dict.fromkeys(("listed_ptr", "found_ptr", "open_ptr"), "i32")
-FINISHED |= {"seed_ptr": "i64", "ids_ptr": "i64", "logprobs_ptr": "fp32"}
+FINISHED = {"lists_ptr": "i32", "seed_ptr": "i64", "ids_ptr": "i64", "logprobs_ptr": "fp32"}
 
 
 FINISHES = [*((128_256, 256, 0, gpu) for gpu in GPUS), (262_144, 1024, 20, "h200")]
@@ -104,7 +103,7 @@ def test_count(halves: bool, gpu: str) -> None:
 @pytest.mark.parametrize("logits", [True, False])
 def test_accept(logits: bool, drawn: bool, gpu: str) -> None:
     pointers = dict.fromkeys(("ids_ptr", "seed_ptr", "counts_ptr", "out_ptr", "last_ptr", "nodes_ptr"), "i64")
-    pointers |= dict.fromkeys(("left_ptr", "weights_ptr"), "fp32") | {"target_ptr": "bf16", "parents_ptr": "i32"}
+    pointers |= {"left_ptr": "fp32", "target_ptr": "bf16", "parents_ptr": "i32"}
     pointers |= (SCANNED if logits else {}) | ({"draft_ptr": "bf16"} if drawn else {})
     constants = speculative.constants(128_256, 15, logits)
     found = compiled(speculative.accept_kernel, gpu, pointers, constants, speculative.WARPS)

@@ -14,6 +14,7 @@ from torch import Tensor
 import flashkernels as fk
 from flashkernels.fused import sampling
 from flashkernels.fused.draws import TOKEN, words
+from flashkernels.fused.triton.blocks import Launch
 
 from .draws_oracle import assert_distributed, check_draw, row
 from .test_rows import each_impl, interpreter
@@ -127,6 +128,37 @@ def test_ways(way: str, levels: int | None) -> None:
     width, kwargs = WAYS[way]
     logits = torch.randn(2, width) if levels is None else torch.randint(0, levels, (2, width)).float()
     check(logits, kwargs | {"seeds": 11, "top_n": 2}, "triton")
+
+
+LAUNCHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "greedy": (2, {"temperature": 0.0}),
+    "greedy, with penalties": (3, {"temperature": 0.0, "previous": torch.tensor([[0, 1, 1], [2, -1, 0]])}),
+    "one stays": (2, {"top_k": 1, "top_p": 0.5}),
+    "all stay": (2, {}),
+    "some stay": (3, {"top_p": 0.5}),
+    "greedy, and the best": (3, {"temperature": 0.0, "top_n": 2}),
+    "each row its own": (3, {"temperature": torch.tensor([0.0, 1.0])}),
+}
+
+
+@interpreter
+@pytest.mark.parametrize("way", LAUNCHES)
+@pytest.mark.parametrize("levels", [None, 1, 4], ids=["numbers", "all equal", "ties"])
+def test_a_search_is_launched_only_where_it_may_be_needed(
+    way: str, levels: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches, kwargs = LAUNCHES[way]
+    logits = torch.randn(2, 300) if levels is None else torch.randint(0, levels, (2, 300)).float()
+    made: list[Any] = []
+    call = Launch.__call__
+
+    def counted(self: Launch, *arguments: Any) -> None:
+        made.append(self)
+        call(self, *arguments)
+
+    monkeypatch.setattr(Launch, "__call__", counted)
+    check(logits, {"seeds": 11} | kwargs, "triton")
+    assert len(made) == launches
 
 
 # Distributions
@@ -455,6 +487,19 @@ def test_gpu_penalties(dtype: torch.dtype) -> None:
     assert (found.ids != want.ids).sum() <= 1
     same = found.ids == want.ids
     torch.testing.assert_close(found.logprobs[same], want.logprobs[same], rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [300, 128_256, 1 << 20])
+def test_gpu_greedy_rows_take_the_first_of_the_largest(width: int) -> None:
+    logits = torch.randn(9, width, device="cuda", dtype=torch.bfloat16)
+    logits[0], logits[1], logits[2, ::2] = 0.0, -torch.inf, torch.nan
+    logits[3, -5:], logits[4, 100:], logits[5, :7] = torch.inf, 9.0, -torch.inf
+    kinds: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_k": 1}, {"temperature": torch.zeros(9, device="cuda")}]
+    for kwargs in kinds:
+        found, want = (fk.fused.sample(logits, seeds=4, impl=impl, **kwargs) for impl in ("triton", "torch"))
+        assert torch.equal(found.ids, want.ids)
+        torch.testing.assert_close(found.logprobs, want.logprobs, equal_nan=True, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.gpu

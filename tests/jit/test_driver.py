@@ -49,12 +49,14 @@ int cuKernelSetAttribute(int attribute, int value, void* kernel, int on) {
   return attribute != 8 || kernel != KERNEL;
 }
 int cuKernelGetFunction(void** out, void* kernel) { *out = kernel; return device < 0 ? 201 : kernel != KERNEL; }
-int cuLaunchKernel(void* kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                   unsigned shared, void* stream, void** parameters, void** extra) {
+struct Config { unsigned grid[3], block[3], shared; void *stream, *attributes; unsigned count; };
+int cuLaunchKernelEx(struct Config* config, void* kernel, void** parameters, void** extra) {
   if (device < 0) return 201;
-  if (kernel != KERNEL || extra || shared > allowed[device] || bx > 1024) return 1;
+  if (kernel != KERNEL || extra || config->count) return 1;
+  if (config->shared > allowed[device] || config->block[0] > 1024) return 1;
   launches++;
-  last = (typeof(last)){{gx, gy, gz}, {bx, by, bz}, shared, stream, device, *(int*)parameters[0]};
+  memcpy(&last, config, 28);
+  last.stream = config->stream, last.device = device, last.value = *(int*)parameters[0];
   return 0;
 }
 int cuTensorMapEncodeTiled(void* map, int dtype, unsigned rank, void* pointer, uint64_t* sizes, uint64_t* strides,

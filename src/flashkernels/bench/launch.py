@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from rich.table import Table
 import flashkernels as fk
 from flashkernels.attention.api import IMPLS, problem_of
 from flashkernels.bench import results
-from flashkernels.bench.timing import launch_cost
+from flashkernels.bench.timing import burst
 from flashkernels.dispatch import select
 from flashkernels.fused import norm
 from flashkernels.fused.rows import row_problem
 
 LIMITS = {"triton": 15.0, "hopper": 12.0}  # microseconds that a call may take, by implementation
+ROUNDS, BURSTS, CALLS = 5, 8, 50  # a round has so many bursts of each op; the first round warms up
+HOW = f"the least mean of {(ROUNDS - 1) * BURSTS} bursts of {CALLS} calls on an idle GPU (and the median of bursts)"
 
 
 @dataclass(frozen=True)
@@ -36,13 +39,15 @@ class Contest:
 
 @dataclass(frozen=True)
 class Cost:
-    """CPU microseconds of one call."""
+    """CPU microseconds of one call: the least of many bursts, and their median, which has the machine's moods in it."""
 
     op: str
     impl: str
     ours_us: float
     torch_us: float
     limit_us: float | None
+    ours_median_us: float
+    torch_median_us: float
 
 
 def contests(device: str) -> Iterator[Contest]:
@@ -106,27 +111,38 @@ def costs(device: str) -> list[Cost]:
     """Measures them all. On the CPU a call is its computation, so there is nothing to measure."""
     if device != "cuda":
         raise ValueError("bench launch measures what launching a kernel costs: it needs a CUDA device")
-    found = []
+    every = list(contests(device))
+    bursts: list[tuple[list[float], list[float]]] = [([], []) for _ in every]
     with torch.no_grad():
-        for one in contests(device):
-            ours, theirs = (launch_cost(run, device=device) for run in (one.ours, one.torch))
-            found.append(Cost(one.op, one.impl, ours, theirs, LIMITS.get(one.impl)))
-    return found
+        for i in range(ROUNDS):
+            for one, (ours, theirs) in zip(every, bursts, strict=True):
+                for _ in range(BURSTS):  # taking turns: a slow moment of the machine is one of both
+                    mine, torchs = (burst(run, device=device, calls=CALLS) for run in (one.ours, one.torch))
+                    if i:
+                        ours.append(mine)
+                        theirs.append(torchs)
+    return [
+        Cost(one.op, one.impl, min(ours), min(theirs), LIMITS.get(one.impl), median(ours), median(theirs))
+        for one, (ours, theirs) in zip(every, bursts, strict=True)
+    ]
 
 
 def table(found: Sequence[Cost]) -> Table:
-    grid = Table("op", "implementation", title="CPU microseconds of one eager call", title_justify="left")
+    title = f"CPU microseconds of one eager call:\n{HOW}"
+    grid = Table("op", "implementation", title=title, title_justify="left")
     for column in ("ours", "at most", "torch", "ours / torch"):
         grid.add_column(column, justify="right")
     for one in found:
         over = one.limit_us is not None and one.ours_us > one.limit_us
         limit = "-" if one.limit_us is None else f"{one.limit_us:.0f}"
         ours = f"[red]{one.ours_us:.1f}[/red]" if over else f"{one.ours_us:.1f}"
-        grid.add_row(one.op, one.impl, ours, limit, f"{one.torch_us:.1f}", f"{one.ours_us / one.torch_us:.2f}")
+        theirs = f"{one.torch_us:.1f} ({one.torch_median_us:.1f})"
+        share = f"{one.ours_us / one.torch_us:.2f}"
+        grid.add_row(one.op, one.impl, f"{ours} ({one.ours_median_us:.1f})", limit, theirs, share)
     return grid
 
 
 def write(path: Path, found: Sequence[Cost]) -> None:
     """The figures as JSON, with the machine and versions they belong to."""
-    body = {"meta": results.describe("cuda", quick=False), "launch": [asdict(one) for one in found]}
+    body = {"meta": results.describe("cuda", quick=False), "how": HOW, "launch": [asdict(one) for one in found]}
     results.write(path, json.dumps(body, indent=2))

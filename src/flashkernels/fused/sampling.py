@@ -70,10 +70,11 @@ class Numbers(NamedTuple):
     seed: int
     offset: int
 
-    def cut_nothing(self, width: int) -> bool:
-        """Whether every token stays, by these numbers."""
-        uncut = self.top_k in (0, width) or self.top_k > width
-        return uncut and self.temperature >= GREEDY_BELOW and self.top_p >= 1 and self.min_p <= 0
+    def settled(self, width: int) -> bool:
+        """Whether it is known how many tokens stay, by these numbers: one, or all."""
+        if self.temperature < GREEDY_BELOW or self.top_k == 1:
+            return True
+        return not 0 < self.top_k < width and self.top_p >= 1 and self.min_p <= 0
 
 
 def sample(
@@ -124,22 +125,22 @@ def sample(
     >>> fk.fused.sample(logits, top_k=2, top_p=0.9, temperature=torch.tensor([0.5, 1.0]), seeds=7).ids.shape
     torch.Size([2])
     """
-    _check_logits(logits)
     given = (temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty)
     settings = NO_ROWS if PLAIN.issuperset(map(type, given)) else _rows(given)
     if seeds is None:
+        _check_logits(logits)
         seeds = torch.randint(2**63 - 1, (logits.shape[0],), dtype=torch.int64, device=logits.device)
     seed_rows = seeds if isinstance(seeds, Tensor) else None
     offset_rows = offsets if isinstance(offsets, Tensor) else None
     numbers = _numbers(given, settings, seeds, offsets)
-    _check_top_n(top_n, logits.shape[1])
-    call = (top_n, room(numbers, settings, top_n), impl)  # as `Sample` has them
+    capacity = room(numbers, settings, top_n) if type(top_n) is int else 0
+    call = (top_n, capacity, impl)  # as `Sample` has them
     tensors: tuple[Any, ...] = (logits, previous, counts, seed_rows, offset_rows, *settings)
     run = _forward.ready(tensors, call)
     if run is not None:
         found: Sampled = run(numbers, *tensors)
         return found
-    _check(*tensors)  # the same errors as eager
+    _check(top_n, *tensors)  # the same errors as eager
     floats = [float(x) for x in (*numbers[:1], *numbers[2:7])]
     return Sampled(
         *sample_op(
@@ -231,11 +232,6 @@ def _check_logits(logits: Tensor) -> None:
         raise ValueError(f"logits has {logits.shape[1]} tokens; allowed are 1 to {MOST_TOKENS}")
 
 
-def _check_top_n(top_n: int, width: int) -> None:
-    if type(top_n) is not int or not 0 <= top_n <= min(MOST_TOP_N, width):
-        raise ValueError(f"top_n={top_n!r} must be a whole number from 0 to {min(MOST_TOP_N, width)}")
-
-
 def check_tensor(
     name: str, x: Any, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], device: torch.device, of: str = "logits"
 ) -> None:
@@ -253,10 +249,13 @@ def check_tensor(
 
 
 def _check(
-    logits: Tensor, previous: Tensor | None, counts: Tensor | None, seeds: Tensor | None, offsets: Tensor | None,
-    *settings: Tensor | None,
+    top_n: int, logits: Tensor, previous: Tensor | None, counts: Tensor | None, seeds: Tensor | None,
+    offsets: Tensor | None, *settings: Tensor | None,
 ) -> None:  # fmt: skip
+    _check_logits(logits)
     rows, width = logits.shape
+    if type(top_n) is not int or not 0 <= top_n <= min(MOST_TOP_N, width):
+        raise ValueError(f"top_n={top_n!r} must be a whole number from 0 to {min(MOST_TOP_N, width)}")
     device = logits.device
     if previous is not None and counts is not None:
         raise ValueError("previous and counts are both given; counts are instead of previous")
@@ -278,7 +277,7 @@ def _check(
 def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
     """What it returns takes the numbers first."""
     call = Sample(*settings)
-    _check(*tensors)
+    _check(call.top_n, *tensors)
     problem, gpu = row_problem("sample", tensors[0], 1), gpu_of(tensors[0])
     prepared = select(IMPLS, problem, gpu, call.impl).load().plan(problem, gpu, tensors, call)
 

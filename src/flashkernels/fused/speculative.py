@@ -99,23 +99,15 @@ def speculative_accept(
     if (target_logits is None) == (target_probs is None):
         raise ValueError("one of target_logits and target_probs must be given, and not both")
     target = target_logits if target_logits is not None else target_probs
-    _check_ids(draft_ids)
-    if not isinstance(temperature, Tensor):
-        check_number("temperature", temperature)
-        if temperature < 0:
-            raise ValueError(f"temperature={temperature} must be at least 0")
-    if target_probs is not None and (isinstance(temperature, Tensor) or temperature != 1):
+    heats, heat = (temperature, 1.0) if isinstance(temperature, Tensor) else (None, _heat(temperature))
+    if target_probs is not None and (heats is not None or heat != 1):
         raise ValueError(f"temperature={temperature} is for target_logits; target_probs are taken as they are")
-    for name, value in (("seeds", seeds), ("offsets", offsets)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, Tensor))):
-            raise TypeError(f"{name}={value!r} must be a whole number or a tensor, got {type(value).__name__}")
     if seeds is None:
+        _check_ids(draft_ids)
         seeds = torch.randint(2**63 - 1, draft_ids.shape[:1], dtype=torch.int64, device=draft_ids.device)
-    heats, seed_rows, offset_rows = (x if isinstance(x, Tensor) else None for x in (temperature, seeds, offsets))
-    numbers = Numbers(
-        1.0 if isinstance(temperature, Tensor) else float(temperature), 0 if isinstance(seeds, Tensor) else seeds,
-        0 if isinstance(offsets, Tensor) else offsets,
-    )  # fmt: skip
+    seed_rows, seed = (seeds, 0) if isinstance(seeds, Tensor) else (None, _whole("seeds", seeds))
+    offset_rows, offset = (offsets, 0) if isinstance(offsets, Tensor) else (None, _whole("offsets", offsets))
+    numbers = Numbers(heat, seed, offset)
     call = (target_logits is not None, impl)  # as `Accept` has them
     tensors = (draft_ids, target, draft_probs, parents, heats, seed_rows, offset_rows)
     run = _forward.ready(tensors, call)
@@ -127,6 +119,19 @@ def speculative_accept(
 
 
 # --- checks
+
+
+def _heat(temperature: float) -> float:
+    check_number("temperature", temperature)
+    if temperature < 0:
+        raise ValueError(f"temperature={temperature} must be at least 0")
+    return float(temperature)
+
+
+def _whole(name: str, value: int) -> int:
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
+        raise TypeError(f"{name}={value!r} must be a whole number or a tensor, got {type(value).__name__}")
+    return value
 
 
 def _check_ids(draft_ids: Tensor) -> None:
@@ -142,6 +147,7 @@ def _check(
     draft_ids: Tensor, target: Any, draft_probs: Tensor | None, parents: Tensor | None, heats: Tensor | None,
     seeds: Tensor | None, offsets: Tensor | None,
 ) -> None:  # fmt: skip
+    _check_ids(draft_ids)
     rows, nodes = draft_ids.shape
     device = draft_ids.device
     if not isinstance(target, Tensor) or target.dim() != 3 or not 1 <= target.shape[2] <= MOST_TOKENS:

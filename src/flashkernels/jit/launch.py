@@ -36,7 +36,7 @@ class Launcher:
 
     def __init__(self, kernel: Any, constants: dict[str, Any], options: dict[str, Any]) -> None:
         self.kernel, self.constants, self.options = kernel, constants, options
-        self.compiled: Any = None  # by Triton's JIT
+        self.compiled: Any = None  # by Triton
         self.direct: specialised.Parameters | None = None
 
     def __call__(self, grid: int, device: int | None, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
@@ -50,8 +50,10 @@ class Launcher:
             self.compiled[(grid, 1, 1)](*map(_validated, tensors), *numbers, *self.constants.values())
 
     def _first(self, grid: int, device: int | None, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
-        """Launches what our cache has, or what Triton's JIT finds or compiles. Where programs are noted, notes it."""
-        arguments, keywords = (*map(_validated, tensors), *numbers), {**self.constants, **self.options}
+        """Launches what our cache has, or what Triton finds or compiles. Where programs are noted, notes it."""
+        arguments = (*map(_validated, tensors), *numbers)
+        fusion = {"enable_fp_fusion": knobs.language.default_fp_fusion}  # as everywhere; unsaid, Triton 3.9 warns of it
+        keywords = {**self.constants, **self.options, **fusion}
         noting = notes.current()
         if noting is not None:
             noting.programs.append(specialised.specialise(self.kernel, arguments, keywords, noting.cc))
@@ -60,26 +62,20 @@ class Launcher:
             made = self.kernel[(grid,)](*arguments, **keywords)
             self.compiled = None if interpreting() else made
             return
-        found = program = None
+        major, minor = torch.cuda.get_device_capability(device)
+        program = specialised.specialise(self.kernel, arguments, keywords, 10 * major + minor)
+        found = None
         if strict.active() or specialised.stocked():
-            major, minor = torch.cuda.get_device_capability(device)
-            program = specialised.specialise(self.kernel, arguments, keywords, 10 * major + minor)
-            found = specialised.loaded(program, look=program.key not in _compiled)
-            if found is None and strict.active() and program.key not in _compiled and not program.in_tritons_cache():
+            found = specialised.loaded(program, look=not program.is_made)
+            if found is None and strict.active() and not program.is_made and not program.in_tritons_cache():
                 strict.stall(program.label)
-        if found is None:  # compiled by Triton, but not launched: its launcher would want a C compiler
-            self.compiled = self.kernel.run(*arguments, grid=None, warmup=True, **keywords)
-            found = specialised.compiled(self.compiled)
-            if program is not None:
-                _compiled.add(program.key)
+        if found is None:
+            self.compiled, found = program.made, specialised.compiled(program)
         if found is None:
             self.compiled[(grid, 1, 1)](*arguments, *self.constants.values())
             return
         self.direct = specialised.Parameters(found, tensors, numbers)
         self.direct(grid, torch._C._cuda_getCurrentRawStream(device), tensors, numbers)
-
-
-_compiled: set[str] = set()  # keys of programs that Triton's JIT has in memory
 
 
 def _hooked() -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,14 @@ class Resources:
     tensor_columns: int  # of tensor memory; 0 before sm_100
     registers: int
     spills: int  # bytes of local memory a thread
-    sass: str
+    cubin: bytes = field(repr=False)
+    entry: str  # the kernel's name; empty where the cubin has one kernel
+
+    @functools.cached_property
+    def sass(self) -> str:
+        """The machine code as text: disassembled when first read, which takes longer than the rest."""
+        sass = _output("nvdisasm", "-c", self.cubin)
+        return _section(sass, self.entry) if self.entry else sass
 
     def count(self, opcode: str) -> int:
         """How many instructions of this name the machine code has, e.g. HGMMA, UTMALDG, LDL."""
@@ -48,16 +56,11 @@ def compile_for(
 
 def resources(cubin: bytes, shared: int, tensor_columns: int = 0, entry: str = "") -> Resources:
     """What the kernel `entry` of a cubin uses; a cubin with one kernel needs no name."""
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = _output(tools / "cuobjdump", "-res-usage", file.name)
-        sass = _output(tools / "nvdisasm", "-c", file.name)
+    usage = _output("cuobjdump", "-res-usage", cubin)
     found = re.search(rf"Function {entry or '.*'}:\s+REG:(\d+) STACK:(\d+)", usage)
     if found is None:
         raise RuntimeError(f"cuobjdump -res-usage gave no resource line: {usage!r}")
-    return Resources(shared, tensor_columns, int(found[1]), int(found[2]), _section(sass, entry) if entry else sass)
+    return Resources(shared, tensor_columns, int(found[1]), int(found[2]), cubin, entry)
 
 
 def _section(sass: str, entry: str) -> str:
@@ -66,5 +69,10 @@ def _section(sass: str, entry: str) -> str:
     return dict(zip(parts[1::2], parts[2::2], strict=True))[entry]
 
 
-def _output(*command: object) -> str:
-    return subprocess.run([str(part) for part in command], check=True, capture_output=True, text=True).stdout
+def _output(tool: str, option: str, cubin: bytes) -> str:
+    """What one of Triton's own tools says of a cubin."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([str(path), option, file.name], check=True, capture_output=True, text=True).stdout

@@ -30,7 +30,14 @@ from triton.compiler import ASTSource, make_backend
 from flashkernels.jit import cache, driver
 from flashkernels.jit.mode import interpreting
 
-SUPPORTED = triton.__version__.startswith("3.6.")  # its specialisation and parameters are known here
+# The versions whose specialisation, parameters and tensor maps are known here, each with those of its settings
+# (`knobs.compilation`) that the JIT adds to the options of every call.
+KNOWN = {
+    "3.6": ("instrumentation_mode",), "3.7": ("instrumentation_mode",), "3.8": ("instrumentation_mode",),
+    "3.9": ("instrumentation_mode", "fpsan_homomorphic_casts"),
+}  # fmt: skip
+RELEASE = ".".join(triton.__version__.split(".")[:2])
+SUPPORTED = RELEASE in KNOWN  # else Triton's own way serves
 if SUPPORTED:
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.runtime.cache import get_cache_key, get_cache_manager
@@ -46,6 +53,9 @@ LETTERS = {
 # CUtensorMapDataType by Triton's element type; the device counts them otherwise than the host.
 MAP_TYPES = {**{i: i for i in range(16)}, 8: 10, 9: 8, 10: 9}
 PROMOTE_128 = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B, as Triton has it
+# Drivers up to CUDA 13.1 set this bit in the map of a tensor that is too small for it, and Blackwell may then read
+# outside of it. NVIDIA's known issue, whose remedy is to clear it; Hopper ignores it. Triton does so from 3.7 on.
+LARGE_BIT, LARGE_BYTES, LAST_FLAWED_DRIVER = 85, 128 * 1024, 13010
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,14 +97,22 @@ class TritonProgram:
     def build(self) -> None:
         if self.cached():
             return
-        source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
-        made = triton.compile(source, target=GPUTarget("cuda", self.cc, 32), options=vars(self.options))
-        if needs := unknown(made.metadata):
+        if needs := unknown(self.made.metadata):
             raise RuntimeError(f"{self.label}: launched from our cache it cannot have {needs}")
-        facts = {**facts_of(made), "label": self.label}
+        facts = {**facts_of(self.made), "label": self.label}
         cache.store(self.key, ".json", json.dumps(facts).encode())
-        cache.store(self.key, ".cubin", made.asm["cubin"])
+        cache.store(self.key, ".cubin", self.made.asm["cubin"])
         stocked.cache_clear()
+
+    @functools.cached_property
+    def made(self) -> Any:
+        """Compiled, or from Triton's own cache. By its compiler alone: the JIT around it builds a module in C first."""
+        source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
+        return triton.compile(source, target=GPUTarget("cuda", self.cc, 32), options=vars(self.options))
+
+    @property
+    def is_made(self) -> bool:
+        return "made" in self.__dict__
 
     def preload(self) -> None:
         found = loaded(self)
@@ -164,9 +182,8 @@ def specialise(kernel: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
     """What the JIT would compile for this call; tensors may be on the meta device."""
     if interpreting():
         raise ValueError("TRITON_INTERPRET is set: in this process kernels are interpreted and cannot be compiled")
-    settings = keywords | {
-        "debug": kernel.debug or knobs.runtime.debug, "instrumentation_mode": knobs.compilation.instrumentation_mode
-    }  # fmt: skip
+    added = {name: getattr(knobs.compilation, name) for name in KNOWN[RELEASE]}
+    settings = keywords | {"debug": kernel.debug or knobs.runtime.debug} | added
     backend, binder = _binder(kernel, cc)
     bound, specialisation, options = binder(*arguments, **settings)
     kind = (id(kernel), cc, str(specialisation), str(options))
@@ -177,7 +194,7 @@ def specialise(kernel: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
     return found
 
 
-# --- launching what the cache has, or what the JIT has compiled
+# --- launching what the cache has, or what was compiled
 
 _loaded: dict[str, Loaded] = {}  # by our key of a program, or Triton's
 _lock = threading.Lock()
@@ -198,8 +215,9 @@ def loaded(program: TritonProgram, look: bool = True) -> Loaded | None:
     return found
 
 
-def compiled(made: Any) -> Loaded | None:
-    """What Triton's JIT has compiled, ready to be launched; None where only Triton can launch it."""
+def compiled(program: TritonProgram) -> Loaded | None:
+    """The program as Triton makes it, ready to be launched; None where only Triton can launch it."""
+    made = program.made
     found = _loaded.get(made.hash)
     if found is None and not unknown(made.metadata):
         with _lock:
@@ -212,6 +230,7 @@ def unknown(said: Any) -> str:
     needs = {
         "clusters": said.num_ctas != 1, "a cooperative grid": said.launch_cooperative_grid,
         "scratch memory": said.global_scratch_size or said.profile_scratch_size,
+        "instrumentation": said.instrumentation_mode,  # some modes have parameters of their own
     }  # fmt: skip
     return ", ".join(name for name, on in needs.items() if on)
 
@@ -233,7 +252,6 @@ class Loaded:
         self.threads = facts["threads"]
         self.signature = facts["signature"]
         self.formats = facts["maps"]
-        self.lock = threading.Lock()
 
 
 class Parameters:
@@ -241,13 +259,13 @@ class Parameters:
     the one before: pointers always, the map of a tensor where its address is another, numbers where their tuple is."""
 
     def __init__(self, loaded: Loaded, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
-        self.loaded, self.lock = loaded, loaded.lock
-        self.start, self.threads = loaded.kernel.start_with, loaded.threads
+        self.lock = threading.Lock()
         found = layout(loaded.signature)
         self.buffer = ctypes.create_string_buffer(found.size + 64)
         first = -ctypes.addressof(self.buffer) % 64
         start = ctypes.addressof(self.buffer) + first
-        self.addresses = (ctypes.c_void_p * len(found.offsets))(*(start + at for at in found.offsets))
+        self.addresses = [start + at for at in found.offsets]
+        self.start = loaded.kernel.starter(loaded.threads, self.addresses)
         self.words = (ctypes.c_uint64 * (found.size // 8)).from_buffer(self.buffer, first)
         self.pointers: list[tuple[int, int]] = []  # which of the words, and which of the tensors
         self.maps: list[Map] = []
@@ -277,7 +295,7 @@ class Parameters:
             if numbers is not self.numbers:
                 self.write(*self.chosen(numbers), 0, 0)
                 self.numbers = numbers
-            self.start(grid, self.threads, stream, self.addresses)
+            self.start(grid, stream)
 
 
 class Map:
@@ -305,10 +323,14 @@ class Map:
 
     def encoded(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
         form = self.form
-        steps = tuple(step * form["elem_size"] for step in reversed(strides[:-1]))
+        steps = tuple(step * form["elem_size"] for step in reversed(strides))
         sizes, box = tuple(reversed(shape)), tuple(reversed(form["block_size"]))
         kind = MAP_TYPES[form["elem_type"]]
-        return driver.encoded_map(address, kind, sizes, steps, box, form["swizzle"], PROMOTE_128)
+        found = driver.encoded_map(address, kind, sizes, steps[1:], box, form["swizzle"], PROMOTE_128)
+        reach = form["elem_size"] + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
+        if reach < LARGE_BYTES and driver.version() <= LAST_FLAWED_DRIVER:
+            found = (int.from_bytes(found, "little") & ~(1 << LARGE_BIT)).to_bytes(len(found), "little")
+        return found
 
 
 @dataclass(frozen=True)

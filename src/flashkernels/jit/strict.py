@@ -23,8 +23,8 @@ def strict() -> Iterator[None]:
     """Within it, in all threads of the process, no kernel of this package is compiled: `CompileStall` is raised.
 
     What is in memory, in FLASHKERNELS_CACHE or in Triton's own cache is used as always. FLASHKERNELS_STRICT=1 does the
-    same from the start; `fk.warmup` may compile even then. Triton kernels are watched with Triton 3.6 only, and not
-    while a profiler hooks into its launches.
+    same from the start; `fk.warmup` may compile even then. Triton kernels are not watched while a
+    profiler hooks into Triton's launches.
 
     >>> import torch, flashkernels as fk
     >>> q = torch.randn(1, 8, 2, 64)

@@ -60,9 +60,6 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
     variant, tile = choice.variant, choice.variant.tile
     device = tensors.q.device.index
     code = library(variant)
-    forward = code.kernel("forward", variant.shared)
-    order = code.kernel("order", 0)
-    turn = code.kernel("values", 0) if variant.fp8 else None
     params = described(problem, choice, tensors)
     most = tiles.query_tiles(problem, tile, variant.pack) if problem.varlen else params.tiles
     grid = (most if variant.split else min(gpu.sms // tile.cluster, most)) * tile.cluster
@@ -78,13 +75,14 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
     write_data = functools.partial(COMMON.pack_into, buffer, offset + Params.q_data.offset)
     write_special = functools.partial(SPECIAL.pack_into, buffer, offset + Params.slopes.offset)
     write_scales = functools.partial(SCALES.pack_into, buffer, offset + Params.scale.offset)
-    slot = driver.slot(address)
+    forward = code.kernel("forward", variant.shared).starter(variant.threads, [address])
+    order = code.kernel("order", 0).starter(128, [address])
+    turn = code.kernel("values", 0).starter(128, [address]) if variant.fp8 else None
     like = empty_output(tensors.q.to("meta"), problem.head_dim_v, problem.layout)
     output = room(like.shape, like.dtype, tensors.q.device, like.stride())
     logs = room(lse_shape(tensors.q), torch.float32, tensors.q.device) if problem.need_lse else None
     lock = threading.Lock()
-    mapped, scaled = (0, 0, 0), (0.0, 0.0)  # what the block has
-    threads = variant.threads
+    mapped, scaled = (0, 0, 0, 0), (0.0, 0.0)  # what the block has
     plain = not (problem.alibi or problem.sinks or problem.varlen or variant.split or variant.fp8)
     order_blocks = -(-problem.batch // 128) if problem.varlen else 0
     value_blocks = problem.batch * problem.kv_heads * -(-problem.head_dim_v // 64) * params.values_row // 128
@@ -98,11 +96,13 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
         turned = special[-1] if variant.fp8 else v
         stream = torch._C._cuda_getCurrentRawStream(device)
         count = counters(device, stream)
-        pointers, scales = (q.data_ptr(), k.data_ptr(), turned.data_ptr()), (softmax_scale, softcap)
+        # (V as well as V transposed: a new V may meet the same room for it.)
+        pointers = q.data_ptr(), k.data_ptr(), v.data_ptr(), turned.data_ptr()
+        scales = softmax_scale, softcap
         with lock:
             if mapped != pointers:
                 maps.fill(block, q, k, turned)
-                write_data(*pointers[:2], v.data_ptr())
+                write_data(*pointers[:3])
                 mapped = pointers
             write_common(out.data_ptr(), 0 if lse is None else lse.data_ptr(), count)
             if special:
@@ -111,10 +111,10 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
                 write_scales(softmax_scale / softcap if softcap else softmax_scale * LOG2E, softcap * LOG2E)
                 scaled = scales
             if order_blocks:
-                order.start_with(order_blocks, 128, stream, slot)
+                order(order_blocks, stream)
             if turn:
-                turn.start_with(value_blocks, 128, stream, slot)
-            forward.start_with(grid, threads, stream, slot)
+                turn(value_blocks, stream)
+            forward(grid, stream)
         return out, lse
 
     def special_tensors(tensors: Tensors) -> tuple[Any, ...]:

@@ -1,7 +1,8 @@
 """Sampling in Triton: one read of the logits, and then little more than the few that can be drawn.
 
 `scan_kernel` reads everything once, by as many programs as there is room for, and leaves the maximum and the sum of
-powers of every segment of consecutive tokens: at most 1024 pairs a row. `finish_kernel` has one program a row. The
+powers of every segment of consecutive tokens: at most 1024 pairs a row. `finish_kernel` has one program a row. Of a
+greedy one it takes the first largest token of the first segment that has the largest maximum. Of any other, the
 n-th largest maximum is a bound that at least n tokens reach, so it goes back to the segments whose maximum reaches it,
 about n of them, for the tokens that do, sorts those (some dozens) and cuts them by top-k, top-p and min-p.
 
@@ -53,6 +54,7 @@ LOWEST = tl.constexpr(-0x80000000)  # below every key
 FLIPPED = tl.constexpr(0x7FFFFFFF)  # above every key
 NOTHING = tl.constexpr(-0x8000000000000000)
 AHEAD = tl.constexpr(4)  # tiles of a walk that are on their way
+PADDING = tl.constexpr(16)  # of a row of lists: one number, and rows that stay aligned
 BITS = tl.constexpr(20)  # of the bound on candidates; all 32 would only spare a few of them
 
 
@@ -92,12 +94,12 @@ def numbers_at(logits_row, counts_row, cols, inside, how):
 
 @triton.jit(do_not_specialize=["blocks", "segments"])
 def scan_kernel(
-    logits_ptr, counts_ptr, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr, tops_ptr, sums_ptr,
+    logits_ptr, counts_ptr, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr, scanned_ptr,
     width, segments, blocks, stride_row: tl.int64, stride_count: tl.int64,
     temperature, repetition, presence, frequency,
     WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS segments of a row, of WIDTH tokens each; `blocks` programs a row."""
+    """ROWS segments of a row, of WIDTH tokens each; `blocks` programs a row. `scanned` is (rows, 2, segments)."""
     pid = tl.program_id(0).to(tl.int64)
     row = pid // blocks
     how = row_settings(temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr, row,
@@ -107,9 +109,18 @@ def scan_kernel(
     counts_row = counts_ptr + row * stride_count if counts_ptr is not None else None
     x = numbers_at(logits_ptr + row * stride_row, counts_row, cols, cols < width, how)
     top, total = segment_sums(x)
-    at = row * segments + segment
-    tl.store(tops_ptr + at, top, mask=segment < segments)
-    tl.store(sums_ptr + at, total, mask=segment < segments)
+    at = scanned_ptr + row * 2 * segments + segment
+    tl.store(at, top, mask=segment < segments)
+    tl.store(at + segments, total, mask=segment < segments)
+
+
+@triton.jit
+def scanned(scanned_ptr, row, segments, SEGMENTS: tl.constexpr):
+    """What `scan_kernel` has left of a row: the maxima of its segments, and their sums."""
+    at = tl.arange(0, SEGMENTS)
+    here = scanned_ptr + row * 2 * segments + at
+    tops = tl.load(here, mask=at < segments, other=LEAST)
+    return tops, tl.load(here + segments, mask=at < segments, other=0.0)
 
 
 @triton.jit
@@ -267,17 +278,17 @@ def store_top(top_ids_ptr, top_logprobs_ptr, row, packed, norm, TOP: tl.constexp
 @triton.jit(do_not_specialize=["seed", "offset", "top_k", "segments"])
 def finish_kernel(
     logits_ptr, counts_ptr, seed_ptr, offset_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
-    repetition_ptr, presence_ptr, frequency_ptr, tops_ptr, sums_ptr, listed_ptr, found_ptr, open_ptr,
-    ids_ptr, logprobs_ptr, top_ids_ptr, top_logprobs_ptr,
+    repetition_ptr, presence_ptr, frequency_ptr, scanned_ptr, lists_ptr, ids_ptr, logprobs_ptr, top_ids_ptr,
+    top_logprobs_ptr,
     width, segments, stride_row: tl.int64, stride_count: tl.int64, seed: tl.int64, offset: tl.int64,
     temperature, top_k, top_p, min_p, repetition, presence, frequency,
     WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, ROWS: tl.constexpr, CAPACITY: tl.constexpr, TOP: tl.constexpr,
 ):  # fmt: skip
-    """A row; `open_ptr` says whether it is left to `search_kernel`."""
+    """A row. Its part of `lists` has segments, then tokens, then whether the row is left to `search_kernel`."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, SEGMENTS)
-    tops = tl.load(tops_ptr + row * segments + at, mask=at < segments, other=LEAST)
-    sums = tl.load(sums_ptr + row * segments + at, mask=at < segments, other=0.0)
+    listed_row = lists_ptr + row * (SEGMENTS + CAPACITY + PADDING)
+    tops, sums = scanned(scanned_ptr, row, segments, SEGMENTS)
     top = tl.max(tops, 0)
     rank = tl.arange(0, CAPACITY)
     left = tl.zeros((), tl.int1)
@@ -299,15 +310,18 @@ def finish_kernel(
         total = tl.sum(sums * tl.exp(tops - top), 0)
         norm = top + tl.log(total)
         token = tl.zeros((), tl.int32)
-        if (not whole) | (TOP > 0):
+        if (k == 1) & (TOP == 0):
+            cols = first_largest(tops, at) * WIDTH + tl.arange(0, WIDTH)
+            token = first_largest(numbers_at(logits_row, counts_row, cols, cols < width, how), cols)
+        elif (not whole) | (TOP > 0):
             some = tl.minimum(CAPACITY // 4, segments // 4 + 1)  # where it is not known how many stay
             want = tl.where((k <= CAPACITY) & (k < width), k, some)
             want = tl.minimum(tl.maximum(want, TOP), width)
             keys = key_of(tops)
             cut = bound(keys, want)
             count, packed = collect(
-                logits_row, counts_row, keys, listed_ptr + row * SEGMENTS, found_ptr + row * CAPACITY, cut, NONE,
-                width, how, WIDTH, ROWS, CAPACITY,
+                logits_row, counts_row, keys, listed_row, listed_row + SEGMENTS, cut, NONE, width, how,
+                WIDTH, ROWS, CAPACITY,
             )  # fmt: skip
             x = number_of((packed >> 32).to(tl.int32))
             ids = (packed & FLIPPED).to(tl.int32) ^ FLIPPED
@@ -331,14 +345,14 @@ def finish_kernel(
         chosen = numbers_at(logits_row, counts_row, token, token < width, how)
         tl.store(ids_ptr + row, token)
         tl.store(logprobs_ptr + row, chosen - norm)
-    tl.store(open_ptr + row, left.to(tl.int32))
+    tl.store(listed_row + SEGMENTS + CAPACITY, left.to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["seed", "offset", "top_k", "segments"])
 def search_kernel(
     logits_ptr, counts_ptr, seed_ptr, offset_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
-    repetition_ptr, presence_ptr, frequency_ptr, tops_ptr, sums_ptr, listed_ptr, found_ptr, open_ptr,
-    ids_ptr, logprobs_ptr, top_ids_ptr, top_logprobs_ptr,
+    repetition_ptr, presence_ptr, frequency_ptr, scanned_ptr, lists_ptr, ids_ptr, logprobs_ptr, top_ids_ptr,
+    top_logprobs_ptr,
     width, segments, stride_row: tl.int64, stride_count: tl.int64, seed: tl.int64, offset: tl.int64,
     temperature, top_k, top_p, min_p, repetition, presence, frequency,
     WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, ROWS: tl.constexpr, CAPACITY: tl.constexpr, TOP: tl.constexpr,
@@ -346,10 +360,9 @@ def search_kernel(
 ):  # fmt: skip
     """A row that `finish_kernel` left open: too many tokens stay, or are equal."""
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(open_ptr + row) != 0:
-        at = tl.arange(0, SEGMENTS)
-        tops = tl.load(tops_ptr + row * segments + at, mask=at < segments, other=LEAST)
-        sums = tl.load(sums_ptr + row * segments + at, mask=at < segments, other=0.0)
+    listed_row = lists_ptr + row * (SEGMENTS + CAPACITY + PADDING)
+    if tl.load(listed_row + SEGMENTS + CAPACITY) != 0:
+        tops, sums = scanned(scanned_ptr, row, segments, SEGMENTS)
         top = tl.max(tops, 0)
         total = tl.sum(sums * tl.exp(tops - top), 0)
         norm = top + tl.log(total)
@@ -362,8 +375,8 @@ def search_kernel(
         if TOP:
             cut, last = search(logits_row, counts_row, top, float(TOP), True, width, how, WALK)
             _, packed = collect(
-                logits_row, counts_row, key_of(tops), listed_ptr + row * SEGMENTS, found_ptr + row * CAPACITY,
-                cut, last, width, how, WIDTH, ROWS, CAPACITY,
+                logits_row, counts_row, key_of(tops), listed_row, listed_row + SEGMENTS, cut, last, width, how,
+                WIDTH, ROWS, CAPACITY,
             )  # fmt: skip
             store_top(top_ids_ptr, top_logprobs_ptr, row, packed, norm, TOP)
         if not whole:
@@ -437,17 +450,17 @@ class Scan:
         tile = scan_rows(rows, width, self.segment, gpu)
         self.blocks = -(-self.segments // tile)
         self.launch = Launch(scan_kernel, {"WIDTH": self.segment, "ROWS": tile}, SCAN_WARPS, device)
-        self.output = room((rows, self.segments), torch.float32, device)
+        self.output = room((rows, 2, self.segments), torch.float32, device)
         self.grid, self.sizes = rows * self.blocks, (width, self.segments, self.blocks)
 
     def __call__(
         self, logits: Tensor, counts: Tensor | None, settings: tuple[Tensor | None, ...], numbers: tuple[float, ...]
-    ) -> tuple[Tensor, Tensor]:
-        """(rows, segments) each: maxima and sums. `settings` are temperature, repetition, presence and frequency;
+    ) -> Tensor:
+        """(rows, 2, segments): maxima and sums. `settings` are temperature, repetition, presence and frequency;
         `numbers` are the steps from row to row of logits and counts, and these four."""
-        tops, sums = self.output(), self.output()
-        self.launch(self.grid, (logits, counts, *settings, tops, sums), (*self.sizes, *numbers))
-        return tops, sums
+        found = self.output()
+        self.launch(self.grid, (logits, counts, *settings, found), (*self.sizes, *numbers))
+        return found
 
 
 def finish_constants(width: int, capacity: int, top_n: int) -> dict[str, Any]:
@@ -471,12 +484,11 @@ def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: S
     copied = logits.stride(1) != 1 and width > 1
     searched = bool(call.top_n) or any(x is not None for x in tensors[5:9])  # else the numbers decide
     outputs = [room(x.shape, x.dtype, logits.device) for x in Sampled.empty(logits.to("meta"), call.top_n)]
-    shapes = ((rows, fixed["SEGMENTS"]), (rows, call.capacity), (rows,))
-    listed, found, left = (room(shape, torch.int32, logits.device) for shape in shapes)
+    lists = room((rows, fixed["SEGMENTS"] + call.capacity + PADDING.value), torch.int32, logits.device)
     row_step = width if copied else logits.stride(0)
     count_step = 0 if counts is None else counts.stride(0) if counts.stride(1) == 1 else width  # then it is copied
     count_step = counter.width if counter else count_step
-    sizes = (width, scan.segments, row_step, count_step)
+    sizes, steps = (width, scan.segments, row_step, count_step), (row_step, count_step)
 
     def run(
         numbers: Numbers, logits: Tensor, previous: Tensor | None, counts: Tensor | None, seeds: Tensor | None,
@@ -485,23 +497,16 @@ def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: S
         out = Sampled._make([make() for make in outputs])
         if rows == 0:
             return out
-        temperature, top_k, top_p, min_p, repetition, presence, frequency = settings
         if copied:
             logits = logits.contiguous()
         if counter is not None and previous is not None:
             counts = counter(previous)
-        heat, k, p, least, *penalties, seed, offset = numbers
-        tops, sums = scan(
-            logits, counts, (temperature, repetition, presence, frequency), (row_step, count_step, heat, *penalties)
-        )
-        ids, logprobs, top_ids, top_logprobs = out if call.top_n else (out.ids, out.logprobs, None, None)
-        given = (
-            logits, counts, seeds, offsets, temperature, top_k, top_p, min_p, repetition, presence, frequency,
-            tops, sums, listed(), found(), left(), ids, logprobs, top_ids, top_logprobs,
-        )  # fmt: skip
-        values = (*sizes, seed, offset, heat, k, p, least, *penalties)
+        found = scan(logits, counts, (settings[0], *settings[4:]), (*steps, numbers[0], *numbers[4:7]))
+        tops = out[2:] if call.top_n else (None, None)
+        given = (logits, counts, seeds, offsets, *settings, found, lists(), *out[:2], *tops)
+        values = (*sizes, *numbers[7:], *numbers[:7])
         finish(rows, given, values)
-        if searched or not numbers.cut_nothing(width):
+        if searched or not numbers.settled(width):
             search(rows, given, values)
         return out
 

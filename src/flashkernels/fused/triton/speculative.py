@@ -20,7 +20,6 @@ from flashkernels.fused.speculative import Accept, Accepted, Numbers
 from flashkernels.fused.triton.blocks import Launch
 from flashkernels.fused.triton.draws import (
     ACCEPT,
-    LEAST,
     NEW_SEGMENT,
     NEW_TOKEN,
     NONE,
@@ -28,7 +27,7 @@ from flashkernels.fused.triton.draws import (
     first_largest,
     uniform,
 )
-from flashkernels.fused.triton.sampling import GREEDY, Scan, numbers_at, row_settings, setting
+from flashkernels.fused.triton.sampling import GREEDY, Scan, numbers_at, row_settings, scanned, setting
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import Run, room
 
@@ -93,8 +92,8 @@ def weigh(
 
 @triton.jit(do_not_specialize=["seed", "offset", "segments", "nodes"])
 def accept_kernel(
-    ids_ptr, parents_ptr, target_ptr, tops_ptr, sums_ptr, draft_ptr, temperature_ptr, seed_ptr, offset_ptr,
-    left_ptr, weights_ptr, counts_ptr, out_ptr, last_ptr, nodes_ptr,
+    ids_ptr, parents_ptr, target_ptr, scanned_ptr, draft_ptr, temperature_ptr, seed_ptr, offset_ptr,
+    left_ptr, counts_ptr, out_ptr, last_ptr, nodes_ptr,
     nodes, width, segments, stride_ib: tl.int64, stride_in: tl.int64, stride_pb: tl.int64, stride_pn: tl.int64,
     stride_db: tl.int64, stride_dn: tl.int64, seed: tl.int64, offset: tl.int64, temperature,
     NODES: tl.constexpr, WIDTH: tl.constexpr, SEGMENTS: tl.constexpr, ROWS: tl.constexpr, LOGITS: tl.constexpr,
@@ -118,8 +117,9 @@ def accept_kernel(
     tl.store(nodes_ptr + outputs + each, -1, mask=each <= nodes)
     tl.debug_barrier()
 
-    left_row = left_ptr + row * width * (2 if DRAWN else 1)
-    weights_row = weights_ptr + row * segments
+    left_row = left_ptr + row * width * (2 if DRAWN else 1)  # of p, and of q
+    every = tl.num_programs(0).to(tl.int64) * width * (2 if DRAWN else 1)
+    weights_row = left_ptr + every + row * segments  # after what is left in all rows, which stay aligned
     draft_row = draft_ptr + row * stride_db if DRAWN else None
     node = tl.full((), -1, tl.int32)
     tried = tl.full((), -1, tl.int32)
@@ -134,8 +134,7 @@ def accept_kernel(
         place = row * (nodes + 1) + node + 1
         target_row = target_ptr + place * width
         if LOGITS:
-            tops = tl.load(tops_ptr + place * segments + at, mask=at < segments, other=LEAST)
-            sums = tl.load(sums_ptr + place * segments + at, mask=at < segments, other=0.0)
+            tops, sums = scanned(scanned_ptr, place, segments, SEGMENTS)
             top = tl.max(tops, 0)
             norm = top + tl.log(tl.sum(sums * tl.exp(tops - top), 0))
             if greedy:
@@ -202,17 +201,17 @@ def constants(width: int, nodes: int, logits: bool) -> dict[str, Any]:
 
 
 def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Accept) -> Run:
-    draft_ids, target, draft, parents, *_ = tensors
+    draft_ids, target, draft, parents, *rest = tensors
     (rows, nodes), width = draft_ids.shape, target.shape[2]
     scan = Scan(rows * (nodes + 1), width, gpu, target.device)
     launch = Launch(accept_kernel, constants(width, nodes, call.logits), WARPS, target.device)
     copied = draft is not None and draft.stride(2) != 1
+    scattered = not all(x is None or x.is_contiguous() for x in rest)  # what is one number for each row
     steps = (0, 0) if parents is None else parents.expand(rows, nodes).stride()
     draft_steps = (0, 0) if draft is None else (nodes * width, width) if copied else draft.stride()[:2]
     sizes = (nodes, width, scan.segments, *draft_ids.stride(), *steps, *draft_steps)
     outputs = [room(x.shape, x.dtype, target.device) for x in Accepted.empty(draft_ids.to("meta"))]
-    left = room((rows, 1 if draft is None else 2, width), torch.float32, target.device)
-    weights = room((rows, scan.segments), torch.float32, target.device)
+    left = room((rows * (width * (1 if draft is None else 2) + scan.segments),), torch.float32, target.device)
 
     def run(
         numbers: Numbers, draft_ids: Tensor, target: Tensor, draft: Tensor | None, parents: Tensor | None,
@@ -222,19 +221,17 @@ def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: A
         if rows == 0:
             return out
         flat = target.contiguous()
-        tops = sums = None
+        found = None
         if call.logits:
             every = None if heats is None else heats[:, None].expand(rows, nodes + 1).reshape(-1)
-            tops, sums = scan(
-                flat, None, (every, None, None, None), (width, 0, numbers.temperature, 1.0, 0.0, 0.0)
-            )  # fmt: skip
+            found = scan(flat, None, (every, None, None, None), (width, 0, numbers.temperature, 1.0, 0.0, 0.0))
         if copied and draft is not None:
             draft = draft.contiguous()
-        heats, seeds, offsets = (None if x is None else x.contiguous() for x in (heats, seeds, offsets))
+        if scattered:
+            heats, seeds, offsets = (None if x is None else x.contiguous() for x in (heats, seeds, offsets))
         launch(
             rows,
-            (draft_ids, parents, flat, tops, sums, draft, heats, seeds, offsets, left(), weights(), out.counts,
-             out.ids, out.last, out.nodes),
+            (draft_ids, parents, flat, found, draft, heats, seeds, offsets, left(), *out),
             (*sizes, numbers.seed, numbers.offset, numbers.temperature),
         )  # fmt: skip
         return out
