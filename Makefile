@@ -39,8 +39,8 @@ lint: $(READY)  ## ruff, mypy, import-linter
 
 # One process either compiles or interprets: Triton decides when it is imported.
 test: lint  ## everything that needs no GPU
-	$(RUN) pytest tests/compile -n $(JOBS)
-	TRITON_INTERPRET=1 $(RUN) pytest --ignore=tests/compile -n $(JOBS)
+	$(RUN) pytest tests/compile -n $(JOBS) --dist worksteal
+	TRITON_INTERPRET=1 $(RUN) pytest --ignore=tests/compile -n $(JOBS) --dist worksteal
 
 gpu-test: $(READY)  ## the tests that need an NVIDIA GPU
 	$(RUN) pytest tests -m gpu --slow

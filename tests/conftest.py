@@ -27,6 +27,10 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("flashkernels")
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+    if INTERPRETED:
+        from . import interpreter
+
+        interpreter.hasten()
 
 
 def sampled(nodeid: str) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 import flashkernels as fk
 
 from . import oracle
-from .cases import Ragged, Shape, dtype_id as dtype_id, qkv
+from .cases import Ragged, Shape, dtype_id as dtype_id, paged, qkv
 
 GIB = 1024**3
 INF, NAN = float("inf"), float("nan")
@@ -55,6 +55,15 @@ def check(q: Tensor, k: Tensor, v: Tensor, *, impl: str, **features: Any) -> tup
 
 def check_varlen(batch: Ragged, *, impl: str, **features: Any) -> tuple[Tensor, Tensor]:
     out, lse = fk.attention_varlen(*batch.args, return_lse=True, impl=impl, **features)
+    oracle.assert_correct_varlen(out, lse, *batch.tensors, **features)
+    return out, lse
+
+
+def check_pages(batch: Ragged, page_size: int, *, impl: str, **features: Any) -> tuple[Tensor, Tensor]:
+    """The keys and values in pages, against the same in order; what belongs to no key is NaN."""
+    pages = paged(batch, page_size)
+    args = (batch.q, pages.k, pages.v, *batch.args[3:])
+    out, lse = fk.attention_varlen(*args, block_table=pages.table, return_lse=True, impl=impl, **features)
     oracle.assert_correct_varlen(out, lse, *batch.tensors, **features)
     return out, lse
 

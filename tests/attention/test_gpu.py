@@ -29,6 +29,7 @@ from .gpu import (
     NAN,
     capability,
     check,
+    check_pages,
     check_varlen,
     cuda,
     dtype_id,
@@ -118,6 +119,21 @@ def test_every_feature_at_once(impl: str, dtype: torch.dtype) -> None:
 def test_varlen_feature(impl: str, feature: str) -> None:
     shape = LARGE.but(b=len(LENGTHS[0]))
     check_varlen(ragged(*LENGTHS, shape, torch.bfloat16, device="cuda"), **keywords(feature, shape, "cuda"), impl=impl)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 48, 128])
+@pytest.mark.parametrize("feature", ["plain", "causal", "window", "+".join(EVERYTHING)])
+def test_pages_of_any_size(feature: str, page_size: int) -> None:
+    shape = LARGE.but(b=len(LENGTHS[0]))
+    batch = ragged(*LENGTHS, shape, torch.bfloat16, device="cuda")
+    check_pages(batch, page_size, impl="triton", **keywords(feature, shape, "cuda"))
+
+
+@pytest.mark.parametrize("dim", [33, 64, 128, 256, 512])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_pages_of_each_head_dimension(dtype: torch.dtype, dim: int) -> None:
+    shape = LARGE.but(b=len(LENGTHS[0]), d=dim)
+    check_pages(ragged(*LENGTHS, shape, dtype, device="cuda"), 16, impl="triton", causal=True)
 
 
 @each_impl

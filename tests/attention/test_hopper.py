@@ -20,7 +20,7 @@ from flashkernels.attention.hopper.variants import VARIANTS, label
 from flashkernels.hardware import detect
 
 from . import fp8, oracle
-from .cases import EVERYTHING, Ragged, Shape, generator, keywords, paged, ragged
+from .cases import EVERYTHING, Shape, generator, keywords, paged, ragged
 from .examples import examples
 from .gpu import (
     INF,
@@ -28,6 +28,7 @@ from .gpu import (
     LENGTHS,
     NAN,
     check,
+    check_pages,
     check_varlen,
     cuda,
     dtype_id,
@@ -61,14 +62,6 @@ def splits(*inputs: Tensor, **features: Any) -> int:
     return tiles.choose(problem_of(*inputs, **features), multiprocessors()).splits
 
 
-def check_paged(batch: Ragged, page_size: int, **features: Any) -> tuple[Tensor, Tensor]:
-    pages = paged(batch, page_size)
-    args = (batch.q, pages.k, pages.v, *batch.args[3:])
-    out, lse = fk.attention_varlen(*args, block_table=pages.table, return_lse=True, impl=IMPL, **features)
-    oracle.assert_correct_varlen(out, lse, *batch.tensors, **features)
-    return out, lse
-
-
 # Every variant of the fixed list
 
 
@@ -99,7 +92,7 @@ def test_variant(variant: Variant, data: st.DataObject) -> None:
         lens_q, lens_k = zip(*example.lens, strict=True)
         batch = ragged(lens_q, lens_k, example.shape, example.dtype, device="cuda", seed=example.seed)
         if variant.paged:
-            check_paged(batch, example.page_size, **features)
+            check_pages(batch, example.page_size, impl=IMPL, **features)
         else:
             check_varlen(batch, impl=IMPL, **features)
 
@@ -152,22 +145,24 @@ def test_what_it_cannot_serve_is_refused_with_the_reason(shape: Shape, words: st
 @pytest.mark.parametrize("dim", [64, 72, 128])
 def test_paged(page_size: int, feature: str, dim: int) -> None:
     shape = LARGE.but(b=len(LENGTHS[0]), d=dim)
-    check_paged(ragged(*LENGTHS, shape, torch.bfloat16, device="cuda"), page_size, **keywords(feature, shape, "cuda"))
+    check_pages(
+        ragged(*LENGTHS, shape, torch.bfloat16, device="cuda"), page_size, impl=IMPL, **keywords(feature, shape, "cuda")
+    )
 
 
 @each_half
 def test_paged_with_every_feature(dtype: torch.dtype) -> None:
     shape = LARGE.but(b=len(LENGTHS[0]), d=96, dv=128)
-    check_paged(ragged(*LENGTHS, shape, dtype, device="cuda"), 64, **keywords(EVERYTHING, shape, "cuda"))
+    check_pages(ragged(*LENGTHS, shape, dtype, device="cuda"), 64, impl=IMPL, **keywords(EVERYTHING, shape, "cuda"))
 
 
 def test_paged_decoding_of_many_sequences() -> None:
     shape = Shape(b=40, h=32, hkv=4, d=128)
     batch = ragged([1] * 40, [37 * i for i in range(40)], shape, torch.bfloat16, device="cuda")
-    check_paged(batch, 64, causal=True)
+    check_pages(batch, 64, impl=IMPL, causal=True)
 
 
-def test_a_page_size_that_it_cannot_load_goes_to_the_reference() -> None:
+def test_a_page_size_that_it_cannot_load_goes_to_triton() -> None:
     batch = ragged([5, 9], [30, 47], Shape(h=4, hkv=2, d=64), torch.bfloat16, device="cuda")
     pages = paged(batch, 16)
     args = (batch.q, pages.k, pages.v, *batch.args[3:])

@@ -88,7 +88,8 @@ def require_compiler() -> None:
     if not specialised.SUPPORTED:
         import triton
 
-        raise ValueError(f"triton {triton.__version__}: kernels are compiled ahead of time with triton 3.6 only")
+        known = ", ".join(specialised.KNOWN)
+        raise ValueError(f"triton {triton.__version__}: kernels are compiled ahead of time with triton {known}")
 
 
 def _build(work: Work, gpu: str, key: str) -> tuple[float, str]:

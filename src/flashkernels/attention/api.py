@@ -84,6 +84,8 @@ def needs_triton(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
     forced = override()
     if not isinstance(forced, (str, Tile, NoneType)):
         return f"use_tile asks for {forced.name}, which is another kernel's"
+    if isinstance(forced, Tile) and forced.tma and problem.page_size:
+        return f"use_tile asks for {forced.name}, whose loads by TMA cannot follow a block table"
     return refuses(problem, gpu)
 
 
@@ -93,8 +95,6 @@ def refuses(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
         return reason
     if problem.dtype == "fp8":
         return "has no fp8 kernel"
-    if problem.page_size:
-        return "takes no paged K and V"
     largest = max(problem.head_dim, problem.head_dim_v)
     return f"head_dim={largest} is over 512" if largest > 512 else None
 

@@ -67,6 +67,7 @@ def compile_tile(tile: Tile, problem: AttentionProblem, gpu: Gpu) -> Resources:
     argument("sinks_ptr", "*fp32", problem.sinks)
     for name in ("cu_q_ptr", "cu_k_ptr"):
         argument(name, "*i32", problem.varlen)
+    argument("table_ptr", "*i32", problem.page_size > 0)
     argument("seed_ptr", "*i64", problem.dropout_p > 0)
     fixed = constants(problem, tile)
     for name in forward_kernel.arg_names:

@@ -44,12 +44,32 @@ def load_block(at, offs_n, offs_d, rows, DIM: tl.constexpr, RAGGED: tl.constexpr
 
 
 @triton.jit
+def steps_of(row0, rows, table, stride_page, stride_s, BLOCK: tl.constexpr, PAGE: tl.constexpr):
+    """How far BLOCK keys from `row0` on, of which there are `rows` (None: all), are from the first row of all pages."""
+    keys = row0 + tl.arange(0, BLOCK)
+    if rows is None:
+        page = tl.load(table + keys // PAGE)
+    else:
+        page = tl.load(table + keys // PAGE, mask=tl.arange(0, BLOCK) < rows, other=0)
+    return page.to(tl.int64) * stride_page + keys % PAGE * stride_s
+
+
+@triton.jit
+def start_of(ptr, n, stride_s, PAGE: tl.constexpr):
+    """The row of key `n`; with pages, the first one of all."""
+    return ptr if PAGE else ptr + n * stride_s
+
+
+@triton.jit
 def load_parts(
     ptr, descs, batch, row0, head, rows, stride_s, stride_d,
     DIM: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, TMA: tl.constexpr,
+    table=None, stride_page=0, PAGE: tl.constexpr = 0,
 ):  # fmt: skip
-    """The parts of BLOCK rows from `row0` on. Without TMA, `ptr` is at row0 and only `rows` are read (None: all)."""
+    """The parts of BLOCK rows from `row0` on. Without TMA, `ptr` is `start_of` it and `rows` are read (None: all)."""
     tiles = ()
+    if PAGE:
+        steps = steps_of(row0, rows, table, stride_page, stride_s, BLOCK, PAGE)
     start: tl.constexpr = 0
     for i in tl.static_range(len(PARTS)):
         if TMA:
@@ -57,7 +77,10 @@ def load_parts(
         else:
             offs_n = tl.arange(0, BLOCK)
             offs_d = start + tl.arange(0, tl.constexpr(PARTS[i]))
-            at = ptr + offs_n[:, None] * stride_s + offs_d.to(tl.int64)[None, :] * stride_d
+            if PAGE:
+                at = ptr + steps[:, None] + offs_d.to(tl.int64)[None, :] * stride_d
+            else:
+                at = ptr + offs_n[:, None] * stride_s + offs_d.to(tl.int64)[None, :] * stride_d
             tile = load_block(at, offs_n, offs_d, rows, DIM, start + PARTS[i] > DIM)
         tiles = tiles + (tile,)  # [BLOCK, PARTS[i]]
         start = start + PARTS[i]
@@ -189,9 +212,10 @@ def store_parts(o_rows, acc, inverse, inside, DIM_V: tl.constexpr, PARTS_V: tl.c
 @triton.jit
 def store_careful(
     o_rows, q, m, inverse, k_ptr, v_ptr, mask_ptr, start, end, seq_q, seq_k, shift, left, right, scale, softcap, slope,
-    drop, row0, offs_m, stride_ks, stride_kd, stride_vs, stride_vd, stride_mm, stride_mn,
+    drop, row0, offs_m, table, stride_kb, stride_ks, stride_kd, stride_vb, stride_vs, stride_vd, stride_mm, stride_mn,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, PAGE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The output where V holds NaN or Inf: finite values as usual, the others only for the rows that see them.
 
@@ -203,8 +227,8 @@ def store_careful(
         out = tl.zeros((BLOCK_M, CAREFUL), tl.float32)
         for n in tl.range(start, end, CAREFUL, num_stages=1):
             offs_n = n + tl.arange(0, CAREFUL)
-            k = load_parts(k_ptr + n * stride_ks, None, 0, 0, 0, seq_k - n, stride_ks, stride_kd, DIM, PARTS, CAREFUL,
-                           False)  # fmt: skip
+            k = load_parts(start_of(k_ptr, n, stride_ks, PAGE), None, 0, n, 0, seq_k - n, stride_ks, stride_kd,
+                           DIM, PARTS, CAREFUL, False, table, stride_kb, PAGE)  # fmt: skip
             s = logits(scores(q, k, PRECISION), scale, softcap, slope, offs_m, offs_n, shift, SOFTCAP, ALIBI)
             s, seen = hide(s, offs_m, offs_n, seq_q, seq_k, shift, left, right, mask_ptr, stride_mm, stride_mn,
                            LEFT, RIGHT, MASK)  # fmt: skip
@@ -213,7 +237,11 @@ def store_careful(
                 stays = kept(drop, row0, n, BLOCK_M, CAREFUL, False)
                 p = tl.where(stays, p, 0.0)
                 seen = seen & stays
-            v = tl.load(v_ptr + offs_n[:, None] * stride_vs + offs_d.to(tl.int64)[None, :] * stride_vd,
+            if PAGE:
+                at = v_ptr + steps_of(n, seq_k - n, table, stride_vb, stride_vs, CAREFUL, PAGE)[:, None]
+            else:
+                at = v_ptr + offs_n[:, None] * stride_vs
+            v = tl.load(at + offs_d.to(tl.int64)[None, :] * stride_vd,
                         mask=(offs_n < seq_k)[:, None] & (offs_d < DIM_V)[None, :], other=0.0)  # fmt: skip
             out = tl.dot(p.to(v.dtype), tl.where(v - v == 0, v, 0.0).to(v.dtype), out, input_precision=PRECISION)
             out += visible_poison(seen, v)
@@ -258,11 +286,12 @@ def split_block(i, edge, edge_blocks, start, BLOCK_N: tl.constexpr):
 @triton.jit
 def walk_masked(
     q, k_ptr, v_ptr, k_descs, v_descs, mask_ptr, start, edge, edge_blocks, blocks, k_row, tma_batch, head_k, seq_q,
-    seq_k, shift, left, right, scale, softcap, slope, drop, row0, offs_m,
-    stride_ks, stride_kd, stride_vs, stride_vd, stride_mm, stride_mn,
+    seq_k, shift, left, right, scale, softcap, slope, drop, row0, offs_m, table,
+    stride_kb, stride_ks, stride_kd, stride_vb, stride_vs, stride_vd, stride_mm, stride_mn,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr, PARTS_V: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, MASK: tl.constexpr, PAGE: tl.constexpr, VARLEN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Maximum, sum and accumulators over blocks with hidden keys: `edge_blocks` from `edge` on, others from `start`."""
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # running maximum, log2 units
@@ -273,8 +302,8 @@ def walk_masked(
     for i in tl.range(0, blocks, num_stages=STAGES):
         n = split_block(i, edge, edge_blocks, start, BLOCK_N)
         offs_n = n + tl.arange(0, BLOCK_N)
-        k = load_parts(k_ptr + n * stride_ks, k_descs, tma_batch, k_row + n, head_k, seq_k - n,
-                       stride_ks, stride_kd, DIM, PARTS, BLOCK_N, TMA)  # fmt: skip
+        k = load_parts(start_of(k_ptr, n, stride_ks, PAGE), k_descs, tma_batch, k_row + n, head_k, seq_k - n,
+                       stride_ks, stride_kd, DIM, PARTS, BLOCK_N, TMA, table, stride_kb, PAGE)  # fmt: skip
         s = logits(scores(q, k, PRECISION), scale, softcap, slope, offs_m, offs_n, shift, SOFTCAP, ALIBI)
         s, _ = hide(s, offs_m, offs_n, seq_q, seq_k, shift, left, right, mask_ptr, stride_mm, stride_mn,
                     LEFT, RIGHT, MASK)  # fmt: skip
@@ -286,8 +315,8 @@ def walk_masked(
         m = m_new
         if drop is not None:
             p = tl.where(kept(drop, row0, n, BLOCK_M, BLOCK_N, False), p, 0.0)
-        v = load_parts(v_ptr + n * stride_vs, v_descs, tma_batch, k_row + n, head_k, seq_k - n,
-                       stride_vs, stride_vd, DIM_V, PARTS_V, BLOCK_N, TMA)  # fmt: skip
+        v = load_parts(start_of(v_ptr, n, stride_vs, PAGE), v_descs, tma_batch, k_row + n, head_k, seq_k - n,
+                       stride_vs, stride_vd, DIM_V, PARTS_V, BLOCK_N, TMA, table, stride_vb, PAGE)  # fmt: skip
         if VARLEN and TMA:  # the block may reach into the next sequence, whatever is there
             v = keep_rows(v, offs_n < seq_k)
         acc = accumulate(rescale(acc, alpha), p, v, PRECISION)
@@ -313,12 +342,14 @@ def overflown(total, acc, LIMIT: tl.constexpr):
 # Strides are 64 bits wide, except along the last dimension: there a stride of 1 must become a constant, because
 # only then are loads vectors. (As a runtime value it cost a fifth of the speed: H200, 2026-11-15, D=128.)
 @triton.jit(
-    do_not_specialize=["seq_q", "seq_k", "blocks_m", "section", "total_heads", "left", "right", "heads", "threshold"]
-)
+    do_not_specialize=[
+        "seq_q", "seq_k", "blocks_m", "section", "total_heads", "left", "right", "heads", "max_pages", "threshold"
+    ]
+)  # fmt: skip
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr,
     k_desc0, k_desc1, k_desc2, v_desc0, v_desc1, v_desc2,
-    mask_ptr, slopes_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, seed_ptr,
+    mask_ptr, slopes_ptr, sinks_ptr, cu_q_ptr, cu_k_ptr, table_ptr, seed_ptr,
     stride_qb: tl.int64, stride_qs: tl.int64, stride_qh: tl.int64, stride_qd,
     stride_kb: tl.int64, stride_ks: tl.int64, stride_kh: tl.int64, stride_kd,
     stride_vb: tl.int64, stride_vs: tl.int64, stride_vh: tl.int64, stride_vd,
@@ -326,12 +357,13 @@ def forward_kernel(
     stride_lb: tl.int64, stride_lh: tl.int64,
     stride_mb: tl.int64, stride_mh: tl.int64, stride_mm: tl.int64, stride_mn,
     stride_ab: tl.int64, stride_ah: tl.int64, stride_sh: tl.int64,
-    seq_q, seq_k, heads, group, blocks_m, section, total_heads, left, right, scale, softcap, threshold, keep_scale,
+    seq_q, seq_k, heads, group, blocks_m, section, total_heads, left, right, max_pages, scale, softcap, threshold,
+    keep_scale,
     DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr, PARTS_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
     LAZY: tl.constexpr, EARLY: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, NEGATIVE: tl.constexpr, MASK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     VARLEN: tl.constexpr = cu_q_ptr is not None
     ALIBI: tl.constexpr = slopes_ptr is not None
@@ -365,8 +397,15 @@ def forward_kernel(
     shift = seq_k - seq_q
 
     q_ptr += batch * stride_qb + (q_row + row0) * stride_qs + head * stride_qh
-    k_ptr += batch * stride_kb + k_row * stride_ks + head_k * stride_kh
-    v_ptr += batch * stride_vb + k_row * stride_vs + head_k * stride_vh
+    table = None
+    if PAGE:  # keys and values are pages, stride_kb and stride_vb apart, in the table's order
+        table = table_ptr + batch.to(tl.int64) * max_pages
+        k_row = tl.zeros((), tl.int32)
+        k_ptr += head_k * stride_kh
+        v_ptr += head_k * stride_vh
+    else:
+        k_ptr += batch * stride_kb + k_row * stride_ks + head_k * stride_kh
+        v_ptr += batch * stride_vb + k_row * stride_vs + head_k * stride_vh
     slope = 0.0
     if ALIBI:
         slope = tl.load(slopes_ptr + batch * stride_ab + head * stride_ah).to(tl.float32) * LOG2E
@@ -385,9 +424,10 @@ def forward_kernel(
     masked_blocks = edge_blocks + (full - start) // BLOCK_N
     m, total, acc = walk_masked(
         q, k_ptr, v_ptr, k_descs, v_descs, mask_ptr, start, edge, edge_blocks, masked_blocks, k_row, tma_batch, head_k,
-        seq_q, seq_k, shift, left, right, scale, softcap, slope, drop, row0, offs_m,
-        stride_ks, stride_kd, stride_vs, stride_vd, stride_mm, stride_mn,
-        DIM, DIM_V, PARTS, PARTS_V, BLOCK_M, BLOCK_N, STAGES, TMA, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, VARLEN, PRECISION,
+        seq_q, seq_k, shift, left, right, scale, softcap, slope, drop, row0, offs_m, table,
+        stride_kb, stride_ks, stride_kd, stride_vb, stride_vs, stride_vd, stride_mm, stride_mn,
+        DIM, DIM_V, PARTS, PARTS_V, BLOCK_M, BLOCK_N, STAGES, TMA, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, PAGE, VARLEN,
+        PRECISION,
     )  # fmt: skip
 
     if MASK == "none":  # under a mask every block is a masked one (and ptxas 12.8 crashes on the empty loop)
@@ -402,8 +442,8 @@ def forward_kernel(
             if EARLY:
                 s = other_scores(early, q, k_descs, tma_batch, k_row + n, head_k, PARTS, BLOCK_N)
             else:
-                k = load_parts(k_ptr + n * stride_ks, k_descs, tma_batch, k_row + n, head_k, None,
-                               stride_ks, stride_kd, DIM, PARTS, BLOCK_N, TMA)  # fmt: skip
+                k = load_parts(start_of(k_ptr, n, stride_ks, PAGE), k_descs, tma_batch, k_row + n, head_k, None,
+                               stride_ks, stride_kd, DIM, PARTS, BLOCK_N, TMA, table, stride_kb, PAGE)  # fmt: skip
                 s = scores(q, k, PRECISION)
             unit = scale if PLAIN else 1.0  # of the scores, in log2 units
             if not PLAIN:
@@ -425,8 +465,8 @@ def forward_kernel(
                 m = m_new
             if drop is not None:
                 p = tl.where(kept(drop, row0, n, BLOCK_M, BLOCK_N, False), p, 0.0)
-            v = load_parts(v_ptr + n * stride_vs, v_descs, tma_batch, k_row + n, head_k, None,
-                           stride_vs, stride_vd, DIM_V, PARTS_V, BLOCK_N, TMA)  # fmt: skip
+            v = load_parts(start_of(v_ptr, n, stride_vs, PAGE), v_descs, tma_batch, k_row + n, head_k, None,
+                           stride_vs, stride_vd, DIM_V, PARTS_V, BLOCK_N, TMA, table, stride_vb, PAGE)  # fmt: skip
             acc = accumulate(acc, p, v, PRECISION)
         if LAZY:
             total += tl.sum(sums, 1)
@@ -434,9 +474,9 @@ def forward_kernel(
                 blocks = (end - start + BLOCK_N - 1) // BLOCK_N
                 m, total, acc = walk_masked(
                     q, k_ptr, v_ptr, k_descs, v_descs, mask_ptr, start, start, blocks, blocks, k_row, tma_batch, head_k,
-                    seq_q, seq_k, shift, left, right, scale, softcap, slope, drop, row0, offs_m,
-                    stride_ks, stride_kd, stride_vs, stride_vd, stride_mm, stride_mn,
-                    DIM, DIM_V, PARTS, PARTS_V, BLOCK_M, BLOCK_N, STAGES, TMA, LEFT, RIGHT, SOFTCAP, ALIBI, MASK,
+                    seq_q, seq_k, shift, left, right, scale, softcap, slope, drop, row0, offs_m, table,
+                    stride_kb, stride_ks, stride_kd, stride_vb, stride_vs, stride_vd, stride_mm, stride_mn,
+                    DIM, DIM_V, PARTS, PARTS_V, BLOCK_M, BLOCK_N, STAGES, TMA, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, PAGE,
                     VARLEN, PRECISION,
                 )  # fmt: skip
 
@@ -467,8 +507,8 @@ def forward_kernel(
     if hiding & has_nan(acc):
         store_careful(
             o_rows, q, m, inverse, k_ptr, v_ptr, mask_ptr, start, end, seq_q, seq_k, shift, left, right, scale, softcap,
-            slope, drop, row0, offs_m, stride_ks, stride_kd, stride_vs, stride_vd, stride_mm, stride_mn,
-            DIM, DIM_V, PARTS, BLOCK_M, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, PRECISION,
+            slope, drop, row0, offs_m, table, stride_kb, stride_ks, stride_kd, stride_vb, stride_vs, stride_vd,
+            stride_mm, stride_mn, DIM, DIM_V, PARTS, BLOCK_M, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, PAGE, PRECISION,
         )  # fmt: skip
     else:
         store_parts(o_rows, acc, inverse, inside, DIM_V, PARTS_V)
@@ -478,7 +518,7 @@ def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
     """Chooses the tile and lays out all of a launch that the signature decides; returns what is left to run."""
     gpu = gpu or GPUS["h200"]  # the interpreter takes the tiles of a real GPU
     q, k, v, slopes, sinks, mask = tensors[:6]
-    tile = chosen_tile(problem, gpu, not (unaddressable(k) or unaddressable(v)))
+    tile = chosen_tile(problem, gpu, not (problem.page_size or unaddressable(k) or unaddressable(v)))
     launcher = Launcher(
         forward_kernel, constants(problem, tile), compile_options(tile.warps, tile.stages, tile.registers)
     )
@@ -488,7 +528,8 @@ def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
     grid = blocks_m * total_heads
     left, right = problem.band
     sizes = (problem.seq_q, problem.seq_k, problem.heads, problem.heads // problem.kv_heads, blocks_m,
-             heads_per_section(problem), total_heads, *(min(max(side, 0), FAR) for side in (left, right)))  # fmt: skip
+             heads_per_section(problem), total_heads, *(min(max(side, 0), FAR) for side in (left, right)),
+             0 if tensors.block_table is None else tensors.block_table.shape[1])  # fmt: skip
     inputs = (*strides_of(q), *strides_of(k), *strides_of(v))
     lse_strides = (0, q.shape[0]) if problem.varlen else (problem.heads * problem.seq_q, problem.seq_q)
     full = (problem.batch, problem.heads, problem.seq_q, problem.seq_k)
@@ -511,13 +552,13 @@ def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
 
     def run(tensors: Tensors, softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
         """With the tensors' device as the current one."""
-        q, k, v, slopes, sinks, mask, cu_q, cu_k, _, _, _, _, seed = tensors
+        q, k, v, slopes, sinks, mask, cu_q, cu_k, table, _, _, _, seed = tensors
         out, lse = output(), logs() if logs else None
         if grid:
             seen: list[Descriptor | None] = [None] * len(boxes)
             for at, i, box in by_tma:
                 seen[at] = Descriptor(tensors[i], *box)
-            arguments = (q, k, v, out, lse, *seen, mask, slopes, sinks, cu_q, cu_k, seed)
+            arguments = (q, k, v, out, lse, *seen, mask, slopes, sinks, cu_q, cu_k, table, seed)
             launcher(grid, device, arguments, numbers(softmax_scale, softcap))
         return out, lse
 
@@ -540,7 +581,7 @@ def constants(problem: AttentionProblem, tile: Tile) -> dict[str, Any]:
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages, "TMA": tile.tma,
         "LAZY": tile.lazy, "EARLY": tile.early,
         "LEFT": left >= 0, "RIGHT": right >= 0, "SOFTCAP": problem.softcap, "NEGATIVE": not problem.positive_scale,
-        "MASK": problem.mask or "none", "PRECISION": "ieee",
+        "MASK": problem.mask or "none", "PAGE": problem.page_size, "PRECISION": "ieee",
     }  # fmt: skip
 
 

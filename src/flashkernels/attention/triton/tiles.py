@@ -56,6 +56,7 @@ class Rule(NamedTuple):
     shape: Shape
     stages: int
     tflops: float
+    unmasked: bool = False  # for calls without a causal mask or window alone
 
 
 # H200, 2026-11-15, bf16, B=4, S=4096, heated, full attention, counted at the computed width: on average 4 % ahead of
@@ -91,7 +92,7 @@ LAZY_ALIGNED = (
     Rule(64, Shape(128, 64, 8, 128, lazy=True), 3, 470),
     Rule(80, Shape(64, 64, 4, 128, lazy=True), 2, 431),
     Rule(96, Shape(64, 64, 4, 168, lazy=True, early=True), 2, 454),
-    *(rule for rule in ALIGNED if rule.width == 112),
+    Rule(112, Shape(128, 64, 4, lazy=True), 3, 464),
     Rule(128, Shape(128, 64, 8, 128, lazy=True), 2, 482),
     Rule(160, Shape(64, 64, 4, lazy=True, early=True), 2, 486),
     *(rule for rule in ALIGNED if rule.width > 160),
@@ -100,7 +101,9 @@ LAZY_MISALIGNED = (
     *(rule for rule in MISALIGNED if rule.width == 48),
     Rule(64, Shape(128, 64, 8, 128, lazy=True), 3, 445),
     Rule(80, Shape(128, 64, 8, 128, lazy=True), 3, 391),
-    *(rule for rule in MISALIGNED if 80 < rule.width < 128),
+    *(rule for rule in MISALIGNED if rule.width == 96),
+    Rule(112, Shape(128, 64, 4, lazy=True), 3, 452),
+    Rule(128, Shape(128, 128, 8, lazy=True), 3, 463, unmasked=True),
     Rule(128, Shape(128, 64, 8, 128, lazy=True), 2, 423),
     *(rule for rule in MISALIGNED if rule.width > 128),
 )
@@ -186,7 +189,8 @@ def ruled(strategy: str, problem: AttentionProblem, gpu: Gpu, tma: bool) -> Cand
     # too few registers: as compiled, 80 spills and 96 waits for every single product.
     lazy = problem.dtype == "bf16" and not (problem.softcap or problem.alibi or problem.varlen)
     rules = (LAZY_ALIGNED if aligned else LAZY_MISALIGNED) if lazy else ALIGNED if aligned else MISALIGNED
-    rule = next((rule for rule in rules if width <= rule.width), None)
+    masked = problem.band != (-1, -1)
+    rule = next((rule for rule in rules if width <= rule.width and not (rule.unmasked and masked)), None)
     if rule is None:
         return None
     block_m, block_n, warps, cap, lazy, early = rule.shape
@@ -194,7 +198,7 @@ def ruled(strategy: str, problem: AttentionProblem, gpu: Gpu, tma: bool) -> Cand
     tile = Tile(strategy, block_m, block_n, parts, parts_v, warps, rule.stages, tma, cap, lazy, early)
     flops = 2 * problem.heads * problem.pairs() * (sum(parts) + sum(parts_v))
     rate = rule.tflops * 1e12 * gpu.peak[problem.dtype] / GPUS["h200"].peak[problem.dtype]
-    rate *= 1.0 if problem.band == (-1, -1) else CAUSAL_SHARE
+    rate *= CAUSAL_SHARE if masked else 1.0
     return Candidate(tile, needs(tile, problem, gpu), LAUNCH + flops / rate)
 
 
@@ -232,7 +236,7 @@ def registers(tile: Tile, problem: AttentionProblem, gpu: Gpu) -> int:
         addresses = 64
         per_row += sum(tile.parts) * problem.element_bytes // 4
     extras = 24 * (problem.softcap or problem.alibi) + 24 * (problem.mask is not None) + 8 * (problem.window[0] >= 0)
-    extras += 48 * (problem.dropout_p > 0)
+    extras += 48 * (problem.dropout_p > 0) + 24 * (problem.page_size > 0)  # as compiled
     statistics = 8 if tile.lazy else 32  # as compiled: a lazy maximum has no second one beside it, and no factors
     return tile.block_m * per_row // threads + statistics + extras + (addresses if problem.element_bytes == 2 else 0)
 
