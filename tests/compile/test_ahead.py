@@ -37,7 +37,7 @@ from flashkernels.moe.triton import route
 
 CALL = AttentionProblem(batch=2, seq_q=256, seq_k=256, heads=4, kv_heads=2, head_dim=72, causal=True)
 ODD = replace(CALL, head_dim=70, head_dim_v=70)
-DECODE = DecodeProblem(batch=8, tokens=1, heads=32, kv_heads=8, head_dim=128, context=4096, page_size=16, row_bits=4096)
+DECODE = DecodeProblem(batch=8, tokens=1, heads=32, kv_heads=8, head_dim=96, context=4096, page_size=16, row_bits=3072)
 CASES = {
     "tma": (CALL, "rtx5090"), "pointers": (ODD, "h200"), "features": (replace(ODD, alibi=True, sinks=True), "a100"),
     "backward": (BackwardProblem(CALL, ("q", "k", "v")), "a100"), "decode": (DECODE, "a100"),
@@ -362,7 +362,7 @@ from flashkernels.jit import nvrtc, cache
 triton.compile = None
 nvrtc.Compiler.run = None
 call = AttentionProblem(batch=2, seq_q=256, seq_k=256, heads=4, kv_heads=2, head_dim=72, causal=True)
-decode = DecodeProblem(batch=8, tokens=1, heads=32, kv_heads=8, head_dim=128, context=4096, page_size=16, row_bits=4096)
+decode = DecodeProblem(batch=8, tokens=1, heads=32, kv_heads=8, head_dim=96, context=4096, page_size=16, row_bits=3072)
 for gpu in map(lookup, ("h200", "rtx5090")):
     for work in (call, decode, Rows("softmax", 100), Rotation(4, 2, 64), Loss(1000), Experts(1, 64, 32, 4, 1)):
         for program in programs(work, gpu):
