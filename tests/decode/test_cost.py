@@ -28,9 +28,9 @@ def test_four_in_five_predictions_are_within_20_percent(impl: str) -> None:
 def test_traffic_or_keys_whichever_takes_longer() -> None:
     problem = CASES["bf16-b64-s4096"]  # 64 x 4096 keys of 8 heads, 4096 bits each; 64 x 32 queries and outputs of 128
     moved = 64 * 4096 * 8 * 512 + 64 * 32 * 256 * 2
-    assert cost.seconds(problem, "hopper", H200) == pytest.approx(15e-6 + moved / (0.77 * 4.8e12))
+    assert cost.seconds(problem, "hopper", H200) == pytest.approx(8e-6 + moved / (0.92 * 4.8e12))
     narrow = CASES["int4-b64-s4096"]
-    assert cost.seconds(narrow, "hopper", H200) == pytest.approx(15e-6 + 64 * 4096 * 8 * 8.7e-9 / 132)
+    assert cost.seconds(narrow, "hopper", H200) == pytest.approx(8e-6 + 64 * 4096 * 8 * 5.9e-9 / 132)
 
 
 def test_more_keys_take_longer_and_fewer_bits_never_do() -> None:

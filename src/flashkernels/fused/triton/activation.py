@@ -34,7 +34,7 @@ def activated(x, KIND: tl.constexpr):
     elif KIND == "gelu":
         y = 0.5 * x * (1 + tl.erf(x * ROOT_HALF))
     else:
-        y = x / (1 + tl.exp(-RATE * (x + CUBIC * x * x * x)))
+        y = x / (1 + tl.exp((x + CUBIC * x * x * x) * -RATE))
     return y
 
 
