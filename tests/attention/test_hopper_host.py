@@ -86,10 +86,10 @@ def test_without_a_gpu_it_declines() -> None:
     assert needs_hopper(PROBLEM, None) == "needs a Hopper GPU, the tensors are on cuda"
 
 
-def test_pages_that_it_declines_go_to_the_reference() -> None:
+def test_pages_that_it_declines_go_to_triton() -> None:
     problem = replace(PROBLEM, page_size=16, **RAGGED)
-    assert select(IMPLS, problem, lookup("h200")).name == "torch"
-    assert select(IMPLS, replace(problem, page_size=64), lookup("a100")).name == "torch"
+    assert select(IMPLS, problem, lookup("h200")).name == "triton"
+    assert select(IMPLS, replace(problem, page_size=64), lookup("a100")).name == "triton"
 
 
 def test_a_tile_says_whose_it_is() -> None:
