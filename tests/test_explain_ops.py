@@ -352,7 +352,7 @@ def test_wrong_questions_are_refused() -> None:
     with pytest.raises(ValueError, match=r"gpu='h300' is not known; known are a100, "):
         fk.explain("softmax", x, gpu="h300")
     with pytest.raises(TypeError, match="gpu=9 must be a Gpu or the short name of one, got int"):
-        fk.explain("softmax", x, gpu=9)  # type: ignore[call-overload]
+        fk.explain("softmax", x, gpu=9)
     with pytest.raises(TypeError, match=r"problem=DecodeProblem\(.* of op='linear' must be a LinearProblem"):
         fk.explain("linear", problem=DECODE)
     with pytest.raises(ValueError, match="either tensors with their arguments or a problem"):

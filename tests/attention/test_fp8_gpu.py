@@ -20,9 +20,12 @@ from .fp8 import ROWS, assert_correct, assert_exact, check, each_scale, head_fir
 from .gpu import new_memory_is_nan, on_hopper, syncs_are_errors
 
 IMPL = "hopper"
-gpu = lambda test: pytest.mark.gpu(on_hopper(test))  # noqa: E731
 LARGE = Shape(b=2, sq=333, sk=450, h=6, hkv=2, d=128)
 LONG = Shape(b=1, sq=1, sk=20_000, h=8, hkv=1, d=128)
+
+
+def gpu(test: Any) -> Any:
+    return pytest.mark.gpu(on_hopper(test))
 
 
 def splits(small: Quantised, **features: Any) -> int:

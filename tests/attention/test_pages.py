@@ -11,9 +11,11 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import flashkernels as fk
+from flashkernels.tiling import Tile, use_tile
 
 from . import oracle
-from .cases import EVERYTHING, Ragged, Shape, keywords, paged, ragged
+from .cases import EVERYTHING, NO_MASK, Ragged, Shape, interpreter, keywords, paged, ragged
+from .gpu import INF, NAN, check_pages
 from .test_errors import says
 from .test_properties import lengths
 
@@ -142,3 +144,44 @@ def test_the_registered_op_takes_pages(batch: Ragged) -> None:
         *(None,) * 3, batch.max_q, batch.max_k, True, 0.25, -1, -1, 0.0, "bshd", True, "torch",
     )  # fmt: skip
     torch.library.opcheck(torch.ops.flashkernels.attention.default, call)
+
+
+# In Triton's interpreter
+
+
+@interpreter
+@pytest.mark.parametrize("page_size", [1, 7, 16, 64])
+@pytest.mark.parametrize("feature", ["plain", "causal", "+".join(EVERYTHING)])
+def test_pages_in_the_triton_kernel(feature: str, page_size: int) -> None:
+    shape = Shape(b=4, h=3, hkv=1, d=24, dv=40)
+    batch = ragged([5, 17, 1, 130], [90, 17, 140, 3], shape, torch.float16)
+    check_pages(batch, page_size, impl="triton", **keywords(feature, shape))
+
+
+@interpreter
+@pytest.mark.parametrize("feature", NO_MASK)
+def test_pages_in_blocks_with_and_without_hidden_keys(feature: str) -> None:
+    shape = Shape(b=3, h=2, hkv=1, d=24, dv=40)
+    tile = Tile("exact", 16, 32, parts=(16, 16), parts_v=(32, 16), warps=4, stages=1, tma=False)
+    with use_tile(tile=tile):
+        check_pages(
+            ragged([40, 1, 9], [150, 100, 0], shape, torch.float16), 16, impl="triton", **keywords(feature, shape)
+        )
+
+
+@interpreter
+@pytest.mark.parametrize("poison", [INF, NAN])
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_poison_in_a_page_reaches_those_who_see_it(poison: float, which: str) -> None:
+    batch = ragged([30, 5], [60, 40], Shape(b=2, h=2, d=24))
+    getattr(batch, which)[55] = poison  # of the first sequence: hidden from its first rows
+    check_pages(batch, 8, impl="triton", causal=True)
+
+
+@interpreter
+def test_a_tile_of_tma_cannot_follow_pages() -> None:
+    batch = ragged([5], [9], Shape(b=1, h=2, d=16))
+    pages = paged(batch, 4)
+    tile = Tile("exact", 16, 16, parts=(16,), parts_v=(16,), warps=4, stages=1, tma=True)
+    with use_tile(tile=tile), pytest.raises(fk.UnsupportedError, match="TMA cannot follow a block table"):
+        fk.attention_varlen(batch.q, pages.k, pages.v, *batch.args[3:], block_table=pages.table, impl="triton")

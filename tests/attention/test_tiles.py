@@ -201,7 +201,7 @@ def test_shared_memory_grows_with_every_part_stage_row_and_key(
         {"parts": (*parts, more)}, {"parts_v": (*parts_v, more)}, {"stages": stages + 1}, {"block_m": 128},
         {"block_n": 64},
     ):  # fmt: skip
-        assert tiles.shared_bytes(replace(tile, **change), problem) > small  # type: ignore[arg-type]
+        assert tiles.shared_bytes(replace(tile, **change), problem) > small
 
 
 @given(parts, st.sampled_from([16, 64, 256]), st.sampled_from(sorted(GPUS)))

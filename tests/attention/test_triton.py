@@ -29,12 +29,10 @@ from .cases import (
     float_mask,
     interpreter,
     keywords,
-    paged,
     pairs,
     qkv,
     ragged,
 )
-from .gpu import check_pages
 
 pytestmark = interpreter
 
@@ -591,39 +589,3 @@ def test_varlen_of_packed_inputs() -> None:
     packed = torch.stack([batch.k, batch.v], 1)
     out = fk.attention_varlen(batch.q, packed[:, 0], packed[:, 1], *batch.args[3:], causal=True, impl="triton")
     oracle.assert_correct_varlen(out, None, *batch.tensors, causal=True)
-
-
-# Pages
-
-
-@pytest.mark.parametrize("page_size", [1, 7, 16, 64])
-@pytest.mark.parametrize("feature", ["plain", "causal", "+".join(EVERYTHING)])
-def test_pages(feature: str, page_size: int) -> None:
-    shape = Shape(b=4, h=3, hkv=1, d=24, dv=40)
-    check_pages(ragged(*LENGTHS["several"], shape, torch.float16), page_size, impl="triton", **keywords(feature, shape))
-
-
-@pytest.mark.parametrize("feature", NO_MASK)
-def test_pages_in_blocks_with_and_without_hidden_keys(feature: str) -> None:
-    shape = Shape(b=3, h=2, hkv=1, d=24, dv=40)
-    tile = Tile("exact", 16, 32, parts=(16, 16), parts_v=(32, 16), warps=4, stages=1, tma=False)
-    with use_tile(tile=tile):
-        check_pages(
-            ragged([40, 1, 9], [150, 100, 0], shape, torch.float16), 16, impl="triton", **keywords(feature, shape)
-        )
-
-
-@pytest.mark.parametrize("poison", [INF, NAN])
-@pytest.mark.parametrize("which", ["k", "v"])
-def test_poison_in_a_page_reaches_those_who_see_it(poison: float, which: str) -> None:
-    batch = ragged([30, 5], [60, 40], Shape(b=2, h=2, d=24))
-    getattr(batch, which)[55] = poison  # of the first sequence: hidden from its first rows
-    check_pages(batch, 8, impl="triton", causal=True)
-
-
-def test_a_tile_of_tma_cannot_follow_pages() -> None:
-    batch = ragged([5], [9], Shape(b=1, h=2, d=16))
-    pages = paged(batch, 4)
-    tile = Tile("exact", 16, 16, parts=(16,), parts_v=(16,), warps=4, stages=1, tma=True)
-    with use_tile(tile=tile), pytest.raises(fk.UnsupportedError, match="TMA cannot follow a block table"):
-        fk.attention_varlen(batch.q, pages.k, pages.v, *batch.args[3:], block_table=pages.table, impl="triton")

@@ -54,7 +54,7 @@ def test_the_oracle_is_that_of_the_dequantised_numbers(case: Case) -> None:
 )
 def test_a_run_knows_how_wrong_fp8_may_be(change: Callable[[torch.Tensor], Any], right: bool) -> None:
     def prepare(case: Case, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        return Call(lambda: change(fk.attention(*args, impl="torch", **kwargs)))  # type: ignore[arg-type]
+        return Call(lambda: change(fk.attention(*args, impl="torch", **kwargs)))
 
     [row] = runner.measure(FP8[3], SUITE, [Contestant("it", False, prepare)], None, rounds=1)
     assert row.ok == right and row.params["dtype"] == "fp8"

@@ -117,7 +117,7 @@ def test_the_table_has_a_column_for_each_of_ours_and_for_fa4() -> None:
     speeds = {"hopper": 600, "triton": 400, "triton-standard": 300, "sdpa-cudnn": 500, "fa4": 480}
     rows = [
         Row("attention", "headdims", "d72-full", _params(case, which), impl, impl in ("sdpa-cudnn", "fa4"),
-            ms_p50=100 / speed, tflops=float(speed), **figures)  # type: ignore[arg-type]
+            ms_p50=100 / speed, tflops=float(speed), **figures)
         for impl, speed in speeds.items()
     ]  # fmt: skip
     rows[1] = replace(rows[1], commit="0123456789abcdef", date="2026-11-14T00:00:00+00:00")

@@ -35,7 +35,7 @@ def row(impl: str, ms: float | None, *, peer: bool = False, case: str = "d72-cau
     if ms is None:
         return Row("attention", "headdims", case, PARAMS, impl, peer, ok=False, reason="takes head_dim up to 256")
     figures = {"ms_p50": ms, "ms_p99": 1.1 * ms, "tflops": 300 / ms, "tbps": 0.4, "roofline": 0.45, "bound": "compute"}
-    return Row("attention", "headdims", case, PARAMS, impl, peer, **figures, error=0.002, reference_error=0.001)  # type: ignore[arg-type]
+    return Row("attention", "headdims", case, PARAMS, impl, peer, **figures, error=0.002, reference_error=0.001)
 
 
 ROWS = [

@@ -54,7 +54,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
             raise error
 
         module = ModuleType("flashkernels.cli.doctor")
-        module.doctor = doctor  # type: ignore[attr-defined]
+        module.doctor = doctor
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
     return install

@@ -90,7 +90,7 @@ def test_without_a_gpu_the_full_sizes_are_refused() -> None:
 )
 def test_bad_options_are_refused_by_name(options: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        bench("attention", **{"suite": "headdims", "quick": True, "device": "cpu"} | parsed(options))  # type: ignore[arg-type]
+        bench("attention", **{"suite": "headdims", "quick": True, "device": "cpu"} | parsed(options))
 
 
 def parsed(options: list[str]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def test_a_wrong_implementation_makes_the_exit_code_one(
 
     def wrong(*args: Any, impl: str = "auto", **kwargs: Any) -> Any:
         out = right(*args, impl=impl, **kwargs)
-        return 1.1 * out if impl == "sdpa" else out  # type: ignore[operator]
+        return 1.1 * out if impl == "sdpa" else out
 
     monkeypatch.setattr("flashkernels.bench.runner.fk", type("fk", (), {"attention": staticmethod(wrong)}))
     with pytest.raises(typer.Exit) as stop:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from flashkernels.jit import nvrtc
@@ -7,8 +9,10 @@ from flashkernels.jit import nvrtc
 
 @pytest.fixture
 def compiler() -> None:
-    """NVRTC, where it is; the development extra installs it."""
+    """NVRTC. On Linux the development extra installs it: without it a gate fails, and is not passed over."""
     try:
         nvrtc.find()
     except nvrtc.CompilerMissing as error:
+        if sys.platform == "linux":
+            raise
         pytest.skip(str(error))

@@ -386,7 +386,7 @@ def test_meta_tensors_pose_the_problem() -> None:
     assert tensors.q.shape == (300, 4, 72) and tensors.k.shape == (500, 2, 72) and tensors.alibi_slopes is not None
     assert empty(3, dtype="bf16").is_meta
     with pytest.raises(TypeError, match="AttentionProblem"):
-        work.programs("attention", lookup("h200"))  # type: ignore[arg-type]
+        work.programs("attention", lookup("h200"))
 
 
 def test_a_second_launch_writes_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:

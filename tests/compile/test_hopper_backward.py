@@ -140,10 +140,10 @@ CALL = AttentionProblem(batch=2, seq_q=64, seq_k=64, heads=4, kv_heads=2, head_d
     ids=lambda x: "-".join(map(str, x)) if isinstance(x, dict) else "",
 )
 def test_it_says_why_it_cannot_serve(call: dict[str, object], options: dict[str, object], reason: str) -> None:
-    changed = replace(CALL, **call)  # type: ignore[arg-type]
+    changed = replace(CALL, **call)
     if not changed.varlen:
         changed = replace(changed, total_q=0, total_k=0)
-    problem = BackwardProblem(changed, **{"wanted": ("q", "k", "v"), **options})  # type: ignore[arg-type]
+    problem = BackwardProblem(changed, **{"wanted": ("q", "k", "v"), **options})
     assert tiles.rejects(problem, lookup("h200")) == reason
 
 

@@ -80,7 +80,7 @@ def check(q: Tensor, cache: PagedCache, impl: str, **features: Any) -> tuple[Ten
 
 def compare(out: Tensor, lse: Tensor, q: Tensor, cache: PagedCache, **features: Any) -> None:
     """The oracle works on the CPU, whatever ran where."""
-    cache = PagedCache(*(None if x is None else x.cpu() for x in cache.tensors))  # type: ignore[arg-type]
+    cache = PagedCache(*(None if x is None else x.cpu() for x in cache.tensors))
     out, lse, q = out.cpu(), lse.cpu(), q.cpu()
     features = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in features.items()}
     named = {name: features.pop(name, None) for name in ("tree_mask", "alibi_slopes")}

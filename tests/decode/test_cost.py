@@ -39,7 +39,7 @@ def test_more_keys_take_longer_and_fewer_bits_never_do() -> None:
     assert seconds and seconds > problem.bytes() / H200.bandwidth
     assert seconds < (cost.seconds(replace(problem, batch=128, total=0), "hopper", H200) or 0)
     narrow = [cost.seconds(CASES[f"{name}-b64-s4096"], "hopper", H200) for name in ("bf16", "fp8", "int4")]
-    assert narrow == sorted(narrow, reverse=True)  # type: ignore[type-var]
+    assert narrow == sorted(narrow, reverse=True)
 
 
 def test_what_was_not_measured_is_not_predicted() -> None:

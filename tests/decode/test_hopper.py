@@ -245,18 +245,22 @@ def test_contiguous_cache_and_strides_of_q() -> None:
     assert torch.equal(fk.decode(spread, cache, impl="hopper"), out)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("form", ["bf16", "int8", "int4", "fp8"])
-@pytest.mark.parametrize("lengths", [(1, 100_000, 0, 99_999, 16), (20_000, *range(1, 600, 40))], ids=["long", "ragged"])
-def test_lengths_of_all_kinds(form: str, lengths: tuple[int, ...]) -> None:
-    """The oracle would take minutes, so the reference stands in."""
-    cache = cache_of(lengths, form, kv_heads=2, dim=128, device="cuda")
-    q = queries(cache, 1, 8, torch.bfloat16)
+def check_long(q: Tensor, cache: PagedCache) -> None:
+    """Against the reference, as the oracle would take minutes; and 20 times the same."""
     out, lse = fk.decode(q, cache, impl="hopper", return_lse=True)
     want, want_lse = fk.decode(q, cache, impl="torch", return_lse=True)
     assert ((out - want).float().norm() / want.float().norm()).item() < 8e-3
     torch.testing.assert_close(lse, want_lse, atol=4e-3, rtol=1e-3)
     assert all(torch.equal(fk.decode(q, cache, impl="hopper"), out) for _ in range(20))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["bf16", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("lengths", [(1, 100_000, 0, 99_999, 16), (20_000, *range(1, 600, 40))], ids=["long", "ragged"])
+def test_lengths_of_all_kinds(form: str, lengths: tuple[int, ...]) -> None:
+    cache = cache_of(lengths, form, kv_heads=2, dim=128, device="cuda")
+    q = queries(cache, 1, 8, torch.bfloat16)
+    check_long(q, cache)
 
 
 @pytest.mark.gpu
@@ -426,17 +430,12 @@ def test_the_rule_with_features_and_in_a_graph(case: tuple[str, int, int, int]) 
     ids=["bf16", "72", "ragged", "fp8", "int8-ragged", "int4"],
 )  # fmt: skip
 def test_large_caches(form: str, dim: int, lengths: tuple[int, ...]) -> None:
-    """The oracle would take minutes, so the reference stands in."""
     cache = cache_of(lengths, form, kv_heads=8, dim=dim, device="cuda")
     q = queries(cache, 1, 32, torch.bfloat16)
     why = fk.explain("decode", q, cache, impl="hopper")
     assert isinstance(why.tile, HopperDecodeTile) and (why.tile.heads > 0) == (dim < 128 or form != "bf16")
     assert ("rows.cu" if why.tile.heads else "decode.cu") in str(why)
-    out, lse = fk.decode(q, cache, impl="hopper", return_lse=True)
-    want, want_lse = fk.decode(q, cache, impl="torch", return_lse=True)
-    assert ((out - want).float().norm() / want.float().norm()).item() < 8e-3
-    torch.testing.assert_close(lse, want_lse, atol=4e-3, rtol=1e-3)
-    assert all(torch.equal(fk.decode(q, cache, impl="hopper"), out) for _ in range(10))
+    check_long(q, cache)
 
 
 @pytest.mark.gpu
@@ -449,15 +448,11 @@ def test_large_caches(form: str, dim: int, lengths: tuple[int, ...]) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("lengths", [(30_000,), (9_000, 0, *range(5, 3000, 170))], ids=["one", "ragged"])
 def test_joins_of_rows_copied_together(form: str, tile: tuple[Any, ...], lengths: tuple[int, ...]) -> None:
-    """One sequence has a part in every share. The oracle would take minutes, so the reference stands in."""
+    """One sequence has a part in every share."""
     cache = cache_of(lengths, form, kv_heads=8, dim=128, device="cuda")
     q = queries(cache, 1, 32, torch.bfloat16)
-    want, want_lse = fk.decode(q, cache, impl="torch", return_lse=True)
     with use_tile(tile=HopperDecodeTile(*tile)):
-        out, lse = fk.decode(q, cache, impl="hopper", return_lse=True)
-        assert all(torch.equal(fk.decode(q, cache, impl="hopper"), out) for _ in range(10))
-    assert ((out - want).float().norm() / want.float().norm()).item() < 8e-3
-    torch.testing.assert_close(lse, want_lse, atol=4e-3, rtol=1e-3)
+        check_long(q, cache)
 
 
 # Warps that copy for themselves and rows that are copied together.

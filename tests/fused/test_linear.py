@@ -369,7 +369,7 @@ def test_errors_name_the_argument(watched: bool) -> None:
     x, norm_weight, weight, bias = inputs((3,), 8, 5, torch.float32)
     x.requires_grad_(watched)
     cases: list[tuple[type[Exception], str, Callable[[], object]]] = [
-        (TypeError, "x must be a torch.Tensor, got list", lambda: fk.fused.linear([1.0], weight)),  # type: ignore[arg-type]
+        (TypeError, "x must be a torch.Tensor, got list", lambda: fk.fused.linear([1.0], weight)),
         (TypeError, r"weight.dtype=torch.float16 differs from x.dtype", lambda: fk.fused.linear(x, weight.half())),
         (ValueError, r"weight has shape \(5, 7\); expected \(n, 8\)", lambda: fk.fused.linear(x, weight[:, :7])),
         (ValueError, r"weight has shape \(8,\); expected \(n, 8\)", lambda: fk.fused.linear(x, weight[0])),

@@ -45,6 +45,15 @@ def plain(*shape: int) -> Tensor:
     return torch.zeros(*shape or (4, 8))
 
 
+def at_once(call: Callable[[int], None]) -> None:
+    """call(0) to call(3), in a thread each."""
+    threads = [threading.Thread(target=call, args=(n,)) for n in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+
+
 def moved(x: Tensor, elements: int) -> Tensor:
     """x at an address that is so many elements past a multiple of 16 bytes."""
     return torch.zeros(x.numel() + 16)[elements : elements + x.numel()].view(x.shape)
@@ -131,13 +140,13 @@ class Own(Tensor):
 def test_modes_transforms_subclasses_and_profilers_see_every_call(made: Made) -> None:
     x = plain()
     assert made(x) == 1
-    scopes: list[Any] = [Mode(), FakeTensorMode(), watched()]  # type: ignore[no-untyped-call]
+    scopes: list[Any] = [Mode(), FakeTensorMode(), watched()]
     for scope in scopes:
         with scope:
             assert made(x) is None
     seen: list[int | None] = []
-    torch.func.vmap(lambda y: seen.append(made(x)) or y)(plain())  # type: ignore[func-returns-value]
-    torch.func.functionalize(lambda y: seen.append(made(y)) or y)(x)  # type: ignore[func-returns-value]
+    torch.func.vmap(lambda y: seen.append(made(x)) or y)(plain())
+    torch.func.functionalize(lambda y: seen.append(made(y)) or y)(x)
     with FakeTensorMode():
         fake = plain()
     seen += [made(x.as_subclass(Own)), made(fake), made(x.to("meta")), made(x.to_sparse())]
@@ -222,11 +231,7 @@ def test_threads_do_not_get_one_anothers_plans() -> None:
             if run is None or run(x) != (x.shape, i % 3):
                 wrong.append((n, i))
 
-    threads = [threading.Thread(target=call, args=(n,)) for n in range(4)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    at_once(call)
     assert not wrong and len(plans.known) == 12
 
 
@@ -238,11 +243,7 @@ def test_ops_serve_threads_at_once() -> None:
     def call(n: int) -> None:
         wrong.extend(n for _ in range(200) if not torch.allclose(fk.gelu(inputs[n]), wanted[n], atol=1e-6))
 
-    threads = [threading.Thread(target=call, args=(n,)) for n in range(4)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    at_once(call)
     assert not wrong
 
 
@@ -304,11 +305,7 @@ def test_threads_launch_one_signature_at_once_on_streams_of_their_own() -> None:
             if not torch.allclose(out, wanted[n], atol=1e-6):
                 wrong.append(n)
 
-    threads = [threading.Thread(target=call, args=(n,)) for n in range(4)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    at_once(call)
     assert not wrong
 
 

@@ -222,7 +222,7 @@ def test_bad_calls_are_named() -> None:
     with pytest.raises(ValueError, match="x has no dimensions"):
         step(torch.tensor(1.0))
     with pytest.raises(TypeError, match="callable"):
-        fk.Graph(3)  # type: ignore[arg-type]
+        fk.Graph(3)
     with torch.enable_grad(), pytest.raises(GraphError, match="no gradients"):
         step(torch.zeros(2, requires_grad=True))
 

@@ -76,7 +76,7 @@ def test_bad_depths_are_named(depth: Any) -> None:
 
 def test_bad_loaders_and_devices_are_named() -> None:
     with pytest.raises(TypeError, match="loader must be iterable, got int"):
-        fk.Prefetcher(3, "cpu")  # type: ignore[arg-type]
+        fk.Prefetcher(3, "cpu")
     with pytest.raises(ValueError, match="device='meta'"):
         fk.Prefetcher([], "meta")
 

@@ -316,12 +316,8 @@ def test_gradients(gather: bool, tokens: int, n: int, depth: int) -> None:
 # The layer
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 64, 300, 2000])
-@pytest.mark.parametrize(("experts", "k", "hidden", "inner"), [(8, 2, 512, 1024), (64, 6, 256, 200)])
-def test_layer(tokens: int, experts: int, k: int, hidden: int, inner: int) -> None:
-    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
-    router = torch.randn(experts, hidden, device="cuda").bfloat16()
-    w_gate_up, w_down = (w.cuda() for w in weights_of(experts, hidden, inner, torch.bfloat16))
+def check_layer(x: Tensor, router: Tensor, w_gate_up: Tensor, w_down: Tensor, *, k: int) -> None:
+    """Against a loop over the experts, and 20 times the same."""
     found = fk.moe.layer(x, router, w_gate_up, w_down, k=k, return_routing=True)
     assert isinstance(found, fk.moe.Layered)
     weights, ids, _ = found.routing
@@ -332,6 +328,14 @@ def test_layer(tokens: int, experts: int, k: int, hidden: int, inner: int) -> No
     for _ in range(20):
         again = fk.moe.layer(x, router, w_gate_up, w_down, k=k)
         assert isinstance(again, Tensor) and torch.equal(again, found.out)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 64, 300, 2000])
+@pytest.mark.parametrize(("experts", "k", "hidden", "inner"), [(8, 2, 512, 1024), (64, 6, 256, 200)])
+def test_layer(tokens: int, experts: int, k: int, hidden: int, inner: int) -> None:
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    router = torch.randn(experts, hidden, device="cuda").bfloat16()
+    check_layer(x, router, *(w.cuda() for w in weights_of(experts, hidden, inner, torch.bfloat16)), k=k)
 
 
 @pytest.mark.parametrize("tokens", [500, 900])

@@ -16,7 +16,7 @@ from flashkernels.tiling import use_tile
 
 from . import oracle
 from .test_gemm import expected
-from .test_gpu import check_gemm
+from .test_gpu import check_gemm, check_layer
 from .test_layer import weights_of
 
 pytestmark = pytest.mark.gpu
@@ -252,18 +252,8 @@ def test_gradients_are_triton_s() -> None:
 def test_layer(tokens: int, experts: int, k: int) -> None:
     x = torch.randn(tokens, 512, device="cuda").bfloat16()
     router = torch.randn(experts, 512, device="cuda").bfloat16()
-    w_gate_up, w_down = (w.cuda() for w in weights_of(experts, 512, 264, torch.bfloat16))
     assert [part.impl for part in fk.moe.explain(tokens, 512, 264, experts, k, gpu="h200").parts] == ["hopper"] * 2
-    found = fk.moe.layer(x, router, w_gate_up, w_down, k=k, return_routing=True)
-    assert isinstance(found, fk.moe.Layered)
-    weights, ids, _ = found.routing
-    want, plain = (
-        oracle.experts(x.to(t), weights, ids, w_gate_up.to(t), w_down.to(t)) for t in (torch.float64, torch.bfloat16)
-    )
-    oracle.assert_close(found.out, plain, want, torch.bfloat16)
-    for _ in range(20):
-        again = fk.moe.layer(x, router, w_gate_up, w_down, k=k)
-        assert isinstance(again, Tensor) and torch.equal(again, found.out)
+    check_layer(x, router, *(w.cuda() for w in weights_of(experts, 512, 264, torch.bfloat16)), k=k)
 
 
 def test_layer_gradients() -> None:

@@ -316,7 +316,7 @@ def test_a_prepared_layer_is_the_same_layer(impl: str) -> None:
             want = fk.moe.layer(x, None, w_gate_up, w_down, routing=found.routing, impl=impl)
         assert found.out.shape == x.shape and torch.equal(found.out, want)
     with pytest.raises(ValueError, match=r"k=2\.0"), torch.no_grad():
-        fk.moe.layer(x, router, w_gate_up, w_down, k=2.0, impl=impl)  # type: ignore[arg-type]
+        fk.moe.layer(x, router, w_gate_up, w_down, k=2.0, impl=impl)
 
 
 def test_a_layer_needs_a_router_or_a_routing() -> None:

@@ -60,7 +60,7 @@ def test_a_wait_in_a_loop_is_found_with_its_line() -> None:
     x @ x
     with fk.profile() as session:
         for _ in range(20):
-            line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+            line = inspect.currentframe().f_lineno + 1
             (x @ x).sum().item()
     (finding,) = [finding for finding in session.profile.findings if finding.rule == "sync-in-loop"]
     assert f"test_gpu.py:{line}" in finding.words and "20 times" in finding.words

@@ -64,7 +64,7 @@ def test_with_ranges_the_program_runs_inside_them(tmp_path: Path) -> None:
 )
 def test_a_command_that_makes_no_sense_is_refused(command: list[str], settings: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        nsight.ncu_command("ncu", command, LOG, **settings)  # type: ignore[arg-type]
+        nsight.ncu_command("ncu", command, LOG, **settings)
 
 
 def test_the_raw_page_of_ncu_gives_counters() -> None:

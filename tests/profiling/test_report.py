@@ -45,7 +45,7 @@ def measured(name: str, gpu: str | None = "NVIDIA H200") -> Results:
             params = _params(case, load("attention", name))
             rows.append(
                 Row("attention", name, case.name, params, impl, peer, roofline=tflops / 989, bound="compute", **figures)
-            )  # type: ignore[arg-type]
+            )
         rows.append(Row("attention", name, case.name, params, "fa4", True, ok=False, reason="has no <b>sinks</b>"))
     return Results(META | {"gpu": gpu}, rows)
 
@@ -263,7 +263,7 @@ def test_a_broken_profile_is_refused_with_the_place(change: dict[str, object], m
 
 
 def test_the_counters_of_nsight_stand_in_the_profile(tmp_path: Path) -> None:
-    kernel = PROFILE["kernels"][0] | {"counters": {"dram": 88.1, "bank_conflicts": 0.3}}  # type: ignore[index]
+    kernel = PROFILE["kernels"][0] | {"counters": {"dram": 88.1, "bank_conflicts": 0.3}}
     one = read_profile(written(tmp_path, PROFILE | {"kernels": [kernel]}))
     columns = one.columns()
     assert (columns["DRAM %"], columns["bank conflicts"]) == (["88"], ["30%"])

@@ -92,7 +92,7 @@ def test_stacks_bring_frames() -> None:
 def test_a_wait_is_marked_with_its_file_and_line() -> None:
     x = torch.ones(3)
     with fk.profile() as session, syncs.marked(waits=lambda tensor: True):
-        line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+        line = inspect.currentframe().f_lineno + 1
         x.sum().item()
         bool(x[0])
         x.to(torch.float16).to("cpu")

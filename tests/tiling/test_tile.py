@@ -125,7 +125,7 @@ def test_another_thread_is_not_affected() -> None:
 
 @pytest.mark.parametrize("arguments", [{}, {"strategy": "exact", "tile": TILE}], ids=["neither", "both"])
 def test_use_tile_takes_exactly_one_of_strategy_and_tile(arguments: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="either a strategy or a tile"), use_tile(**arguments):  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="either a strategy or a tile"), use_tile(**arguments):
         pass
     assert override() is None
 

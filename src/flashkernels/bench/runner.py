@@ -141,7 +141,7 @@ def launch_costs(device: str, impls: Sequence[str] | None = None) -> dict[str, f
 
 
 def costs(
-    case: Any, contestants: Sequence[Contestant], subject: Subject, device: str, calls: int = 100
+    case: Any, contestants: Sequence[Contestant], subject: Subject, device: str, calls: int = 50
 ) -> dict[str, float]:
     """CPU microseconds of one eager call of each."""
     args, kwargs = subject.inputs(case, device)
@@ -167,8 +167,9 @@ def measure(
     launch = getattr(case, "launch", suite.launch)  # some suites compare ways to launch
     l2 = l2_of(case, suite)
     args, kwargs = subject.inputs(case, suite.device)
-    rotates = subject.turns and suite.device == "cuda" and launch == "graph" and l2 == "cold"
-    turns = subject.turns(case, args) if subject.turns and rotates else []
+    turns: list[tuple[Any, ...]] = []
+    if subject.turns and suite.device == "cuda" and launch == "graph" and l2 == "cold":
+        turns = subject.turns(case, args)
     reference = subject.oracle(case, args, kwargs)
     reference_error = subject.error(subject.plain(case, args, kwargs), reference, case)
     errors: dict[str, float] = {}
@@ -185,9 +186,7 @@ def measure(
             else:
                 if turns:
                     call = timing.in_turns([contestant.prepare(case, each, kwargs) for each in turns])
-                samplers[name] = timing.sampler(
-                    call, device=suite.device, l2=l2, launch=launch, turns=len(turns)
-                )
+                samplers[name] = timing.sampler(call, device=suite.device, l2=l2, launch=launch, turns=len(turns))
         except Unsupported as unsupported:
             reasons[name] = str(unsupported)
         except Exception as error:  # someone else's code may raise anything, and must not end the run

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from flashkernels.jit.headers import constants, texts
+
 HEADERS = (
     "prelude", "counter", "mbarrier", "tma", "wgmma", "backward_params", "work", "backward_schedule", "backward_rows",
     "backward_queries", "backward_tile", "backward_split", "backward_pair", "backward_dq",
@@ -132,10 +134,9 @@ def config(variant: BackwardVariant) -> str:
         "VARLEN": v.varlen, "WANT_Q": v.adds_dq, "WANT_K": v.want_k, "WANT_V": v.want_v, "PAIRED": tile.paired,
         "HALVES": tile.halves, "KV_IN_REGISTERS": tile.kv_in_registers, "SEPARATE": tile.separate,
     }  # fmt: skip
-    lines = ["#pragma once", f"#define PAIRED_CONSUMERS {int(tile.paired)}", f"#define DQ_KERNEL {int(v.own_dq)}"]
-    lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
-    lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
-    return "\n".join(lines) + "\n"
+    return constants(
+        numbers, flags, f"#define PAIRED_CONSUMERS {int(tile.paired)}", f"#define DQ_KERNEL {int(v.own_dq)}"
+    )
 
 
 def mma(variant: BackwardVariant) -> str:
@@ -185,8 +186,7 @@ DEVICE void {name}{"_first" if first else ""}(float (&d)[{count}], {declared}, u
 @cache
 def files() -> dict[str, str]:
     """The headers of this folder, by the names that they include one another with."""
-    here = Path(__file__).parent
-    return {f"{name}.cuh": (here / f"{name}.cuh").read_text() for name in HEADERS}
+    return texts(Path(__file__).parent, HEADERS)
 
 
 def headers(variant: BackwardVariant) -> dict[str, str]:

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from flashkernels.attention.hopper import wide_source
+from flashkernels.jit.headers import constants, texts
 
 HEADERS = (
     "prelude", "counter", "mbarrier", "tma", "wgmma", "params", "layout", "work", "schedule", "mask", "softmax",
@@ -137,10 +138,7 @@ def config(variant: Variant) -> str:
         "SINKS": v.sinks, "NEGATIVE": v.negative, "VARLEN": v.varlen, "PAGED": v.paged, "SPLIT": v.split,
         "PINGPONG": tile.pingpong, "Q_IN_REGISTERS": tile.q_in_registers,
     }  # fmt: skip
-    lines = ["#pragma once", f"#define CLUSTERED {int(tile.cluster > 1)}"]
-    lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
-    lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
-    return "\n".join(lines) + "\n"
+    return constants(numbers, flags, f"#define CLUSTERED {int(tile.cluster > 1)}")
 
 
 def mma(variant: Variant) -> str:
@@ -192,8 +190,7 @@ DEVICE void {name}({signature}) {{
 @cache
 def files() -> dict[str, str]:
     """The headers of this folder, by the names that they include one another with."""
-    here = Path(__file__).parent
-    return {f"{name}.cuh": (here / f"{name}.cuh").read_text() for name in HEADERS}
+    return texts(Path(__file__).parent, HEADERS)
 
 
 def headers(variant: Variant) -> dict[str, str]:

@@ -14,13 +14,8 @@ from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.tensors import Given, RunBackward, Tensors, strides_of, unaddressable
 from flashkernels.attention.triton import backward_tiles
 from flashkernels.attention.triton.backward_kernels import dkdv_kernel, dq_kernel, rows_kernel, sums_kernel
-from flashkernels.attention.triton.forward import (
-    FAR,
-    LOG2E,
-    boxes_of,
-    descriptors,
-    heads_per_section,
-)
+from flashkernels.attention.triton.forward import FAR, boxes_of, descriptors, heads_per_section
+from flashkernels.attention.triton.parts import LOG2E
 from flashkernels.hardware import GPUS, Gpu
 from flashkernels.jit.launch import Descriptor, Launcher, compile_options
 from flashkernels.tiling import Tile

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from flashkernels.attention.triton.dropout import kept
-from flashkernels.attention.triton.forward import (
+from flashkernels.attention.triton.parts import (
     LOG2E,
     accumulate,
     keep_rows,

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from flashkernels.formats import FORMATS
+from flashkernels.jit.headers import constants, texts
 
 OWN_HEADERS = (
     "decode_params", "decode_numbers", "decode_formats", "decode_steps", "decode_schedule", "decode_warp",
@@ -148,19 +149,14 @@ def config(variant: DecodeVariant) -> str:
         "FP16": v.q_fp16 or not plain, "FP8": False, "Q_FP16": v.q_fp16, "HEAD_SCALES": v.scales == "head",
         "LEFT": v.left, "SOFTCAP": v.softcap, "ALIBI": v.alibi,
     }  # fmt: skip
-    lines = ["#pragma once"]
-    lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
-    lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
-    return "\n".join(lines) + "\n"
+    return constants(numbers, flags)
 
 
 @cache
 def files() -> dict[str, str]:
     """The headers, by the names that they include one another with."""
     here = Path(__file__).parent
-    shared = here.parents[1] / "attention" / "hopper"
-    found = dict.fromkeys(OWN_HEADERS, here) | dict.fromkeys(SHARED_HEADERS, shared)
-    return {f"{name}.cuh": (folder / f"{name}.cuh").read_text() for name, folder in found.items()}
+    return texts(here, OWN_HEADERS) | texts(here.parents[1] / "attention" / "hopper", SHARED_HEADERS)
 
 
 def program(variant: DecodeVariant) -> tuple[str, str, dict[str, str]]:

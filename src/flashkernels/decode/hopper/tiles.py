@@ -112,7 +112,7 @@ def apart(problem: DecodeProblem) -> str | None:
     What is read is counted with every sequence as long as its row of the table: lengths are on the device.
     """
     rows = [stored_bytes(problem.format, dim) for dim in (problem.head_dim, problem.head_dim_v)]
-    heads, read = _heads(problem), problem.cache_bytes()
+    heads, read = side_by_side(problem)[0].heads, problem.cache_bytes()
     wanted, least = TOGETHER[problem.format]
     if problem.batch < LEAST_BATCH:
         return f"batch={problem.batch} is less than {LEAST_BATCH}"
@@ -129,17 +129,17 @@ def apart(problem: DecodeProblem) -> str | None:
     return None
 
 
-def _heads(problem: DecodeProblem) -> int:
-    """A copy takes an SM about 15 ns whatever its bytes: of less than 490 they would be slower than memory."""
-    return 4 if problem.format in ("bf16", "fp16") or (problem.format != "int4" and problem.kv_heads % 8) else 8
-
-
 def side_by_side(problem: DecodeProblem) -> tuple[HopperDecodeTile, ...]:
-    """For copies of several heads."""
+    """For copies of several heads.
+
+    A copy takes an SM about 15 ns whatever its bytes: of less than 490 they would be slower than memory.
+    """
     of_four = tuple(HopperDecodeTile(12, 1, keys, stages, 4) for keys, stages in ((2, 3), (1, 6), (1, 3)))
     if problem.format == "int4":
         return (HopperDecodeTile(8, 1, 2, 5, 8),)
-    return of_four if _heads(problem) == 4 else (HopperDecodeTile(8, 1, 2, 3, 8), *of_four)
+    if problem.format in ("bf16", "fp16") or problem.kv_heads % 8:
+        return of_four
+    return (HopperDecodeTile(8, 1, 2, 3, 8), *of_four)
 
 
 def alone(problem: DecodeProblem) -> tuple[HopperDecodeTile, ...]:

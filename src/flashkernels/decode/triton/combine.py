@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from flashkernels.attention.triton.forward import LN2, LOG2E
+from flashkernels.attention.triton.parts import LN2, LOG2E
 from flashkernels.decode.problem import DecodeProblem
 from flashkernels.decode.triton.schedule import find, range_start, shape_of, total_items
 from flashkernels.decode.triton.tiles import DecodeTile

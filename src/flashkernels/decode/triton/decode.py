@@ -19,16 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from flashkernels.attention.triton.forward import (
-    LN2,
-    LOG2E,
-    accumulate,
-    has_nan,
-    logits,
-    rescale,
-    scores,
-    visible_poison,
-)
+from flashkernels.attention.triton.parts import LN2, LOG2E, accumulate, has_nan, logits, rescale, scores, visible_poison
 from flashkernels.decode.problem import DecodeProblem
 from flashkernels.decode.tensors import Call, Run, empty_lse, empty_output
 from flashkernels.decode.triton import tiles

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from flashkernels.jit.headers import constants, texts
 from flashkernels.moe.hopper.gemm_tiles import GRANULE, MOST_EXPERTS, stage_bytes
 
 OWN_HEADERS = ("gemm_params", "gemm_cut", "gemm_schedule", "gemm_epilogue")
@@ -48,11 +49,10 @@ def config(variant: GemmVariant) -> str:
         "FP16": v.fp16, "FP8": v.small == "fp8", "INT8": v.small == "int8", "GATED": v.gated, "BIAS": v.bias,
         "ROW_WEIGHTS": v.row_weights, "FUSED": v.fused,
     }  # fmt: skip
-    lines = ["#pragma once", f"#define CLUSTERED {int(v.cluster > 1)}", f"constexpr float FIXED = {FIXED}f;"]
-    lines.append(f"typedef {'int' if v.small == 'int8' else 'float'} Sum;")
-    lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
-    lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
-    return "\n".join(lines) + "\n"
+    return constants(
+        numbers, flags, f"#define CLUSTERED {int(v.cluster > 1)}", f"constexpr float FIXED = {FIXED}f;",
+        f"typedef {'int' if v.small == 'int8' else 'float'} Sum;",
+    )  # fmt: skip
 
 
 def mma(variant: GemmVariant) -> str:
@@ -92,9 +92,7 @@ DEVICE void mma(Sum (&d)[{count}], u64 a, u64 b) {{
 def files() -> dict[str, str]:
     """The headers, by the names that they include one another with."""
     here = Path(__file__).parent
-    shared = here.parents[1] / "attention" / "hopper"
-    found = dict.fromkeys(OWN_HEADERS, here) | dict.fromkeys(SHARED_HEADERS, shared)
-    return {f"{name}.cuh": (folder / f"{name}.cuh").read_text() for name, folder in found.items()}
+    return texts(here, OWN_HEADERS) | texts(here.parents[1] / "attention" / "hopper", SHARED_HEADERS)
 
 
 def program(variant: GemmVariant) -> tuple[str, str, dict[str, str]]:

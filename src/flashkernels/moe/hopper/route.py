@@ -19,6 +19,7 @@ from flashkernels.hardware import Gpu
 from flashkernels.jit import driver, nvrtc
 from flashkernels.jit.counters import counters
 from flashkernels.jit.eager import Run, compiled, room
+from flashkernels.jit.headers import constants, texts
 from flashkernels.moe.hopper.route_tiles import Cut, HopperRouteTile, cut, own_experts, tile_of
 from flashkernels.moe.plan import most_tiles, sizes
 from flashkernels.moe.problem import RouteProblem
@@ -69,16 +70,13 @@ class RouteVariant:
             "PER_SM": self.tile.per_sm, "TOKENS": self.tile.ahead, "WAY": WAYS[self.way],
         }  # fmt: skip
         flags = {"SIGMOID": self.sigmoid, "RENORMALISE": self.renormalise}
-        lines = ["#pragma once", *(f"constexpr int {name} = {value};" for name, value in numbers.items())]
-        lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
-        return "\n".join(lines) + "\n"
+        return constants(numbers, flags)
 
 
 def program(variant: RouteVariant) -> tuple[str, str, dict[str, str]]:
     """Name, text and headers, as `jit.nvrtc.compile` takes them."""
     here = Path(__file__).parent
-    headers = {"route_machine.cuh": (here / "route_machine.cuh").read_text(), "config.cuh": variant.config}
-    return "route.cu", (here / "route.cu").read_text(), headers
+    return "route.cu", (here / "route.cu").read_text(), {**texts(here, ["route_machine"]), "config.cuh": variant.config}
 
 
 @functools.cache
