@@ -60,22 +60,23 @@ class Example:
         return named | extra
 
 
-def keys_that_are_split(variant: Variant, multiprocessors: int) -> int:
-    """The fewest keys that a lone tile of queries has in parts."""
+def keys_that_are_cut(variant: Variant, multiprocessors: int) -> int:
+    """The fewest keys with which a lone tile of queries is cut."""
     tile = replace(variant.tile, cluster=1)
     lone = AttentionProblem(batch=1, seq_q=1, seq_k=1, heads=variant.pack, kv_heads=1, head_dim=variant.head_dim)
 
-    def parts(keys: int) -> int:
-        return tiles.split_count(replace(lone, seq_k=keys), tile, variant.pack, multiprocessors)
+    def shares(keys: int) -> int:
+        return tiles.shared_out(replace(lone, seq_k=keys), tile, variant.pack, multiprocessors)[2]
 
-    return bisect_left(range(1 << 20), 2, key=parts)
+    return bisect_left(range(1 << 20), 2, key=shares)
 
 
 @st.composite
 def examples(draw: st.DrawFn, variant: Variant, multiprocessors: int = 132) -> Example:
     """Calls for which, with the variant's tile, `tiles.choose` takes exactly the variant."""
     tile, rows = variant.tile, variant.queries
-    short = keys_that_are_split(variant, multiprocessors) - 1
+    short = keys_that_are_cut(variant, multiprocessors) - 1
+    band = variant.left or variant.right
     kv_heads = draw(st.integers(1, 2))
     heads = kv_heads * variant.pack * (1 if variant.pack > 1 else draw(st.sampled_from([1, 1, 2, 3])))
     batch, seq_q, seq_k = draw(st.integers(1, 3)), draw(st.integers(1, 3 * rows)), draw(st.integers(1, short))
@@ -85,11 +86,11 @@ def examples(draw: st.DrawFn, variant: Variant, multiprocessors: int = 132) -> E
         one = st.tuples(st.just(0) | st.integers(0, longest), st.just(0) | st.integers(0, 1000))
         lens = [*draw(st.lists(one, max_size=4)), (draw(st.integers(1, longest)), draw(st.integers(1, short)))]
         batch, seq_q, seq_k = len(lens), max(q for q, _ in lens), max(k for _, k in lens)
-    elif variant.split:
+    elif variant.split and (band or draw(st.booleans())):  # few tiles and many keys: all are cut
         batch, seq_q, seq_k = 1, draw(st.integers(1, rows)), draw(st.integers(short + 1, 5 * short))
-    elif variant.pack == 1 and draw(st.booleans()):  # so many tiles that long sequences are not split either
+    elif variant.pack == 1 and draw(st.booleans()):  # more tiles than blocks: without a band, those behind a full round
         batch, kv_heads, heads = 2, 2, 2
-        seq_q, seq_k = draw(st.integers(17 * rows + 1, 19 * rows)), draw(st.integers(1, 1200))
+        seq_q, seq_k = draw(st.integers(34 * rows + 1, 36 * rows)), draw(st.integers(1, 2500))
     reach = st.integers(0, 400)
     left = draw(reach) + (short + 1 if variant.split else 0) if variant.left else -1
     causal = variant.right and draw(st.booleans())

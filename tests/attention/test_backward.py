@@ -52,7 +52,7 @@ from .test_properties import Call, calls, lengths
 
 INF, NAN = float("inf"), float("nan")
 SMALL = Shape(b=1, sq=35, sk=50, h=2, hkv=1, d=16)
-SIDES = ("alibi_slopes", "sinks")  # a mask's gradient is not the fused backward's
+SIDES = ("alibi_slopes", "sinks")
 
 
 each_form = pytest.mark.parametrize("adds", [False, True], ids=["two passes", "sums"])
@@ -60,19 +60,21 @@ each_form = pytest.mark.parametrize("adds", [False, True], ids=["two passes", "s
 
 def sides(features: dict[str, Any], adds: bool = False) -> tuple[str, ...]:
     """Those that have a gradient too; where dQ is added up, that of the slopes is never asked for."""
-    return tuple(name for name in SIDES if name in features and not (adds and name == "alibi_slopes"))
+    mask = ("mask",) if "mask" in features and features["mask"].is_floating_point() else ()
+    return (*(name for name in SIDES if name in features and not (adds and name == "alibi_slopes")), *mask)
 
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Small blocks, so that small inputs have an interior, an edge and a ragged end."""
 
-    def use(block_m: int, block_n: int, adds: bool = False) -> None:
+    def use(block_m: int, block_n: int, adds: bool = False, late: bool = False) -> None:
         def choose(problem: BackwardProblem, gpu: Any, by_tma: bool = True) -> backward_tiles.BackwardTiles:
             adding = adds and by_tma
             parts, parts_v = map(backward_tiles.in_two, (problem.call.head_dim, problem.call.head_dim_v))
-            tile = Tile("exact", block_m, block_n, parts, parts_v, 4, 1, tma=adding)
-            return backward_tiles.BackwardTiles(tile, None if adding else tile)
+            tile = Tile("exact", block_m, block_n, parts, parts_v, 4, 1, tma=adding, late=adding and late)
+            dmask = replace(tile, tma=False, late=False)
+            return backward_tiles.BackwardTiles(tile, None if adding else tile, dmask)
 
         monkeypatch.setattr(backward_tiles, "choose", choose)
         monkeypatch.setattr(api, "_backward_plans", {})
@@ -104,7 +106,8 @@ def test_pair_of_features(both: str) -> None:
 @pytest.mark.parametrize("dim", [24, 72])
 def test_every_feature_at_once(mask: str, dim: int) -> None:
     shape = Shape(b=2, sq=30, sk=70, h=3, hkv=1, d=dim, dv=40)
-    check(*qkv(shape, torch.float16), impl="triton", also=SIDES, **keywords([*EVERYTHING, mask], shape))
+    features = keywords([*EVERYTHING, mask], shape)
+    check(*qkv(shape, torch.float16), impl="triton", also=sides(features), **features)
 
 
 @interpreter
@@ -121,8 +124,9 @@ def test_walk_of_many_blocks(blocks: tuple[int, int], feature: str, sizes: tuple
 @interpreter
 @pytest.mark.parametrize("feature", ["plain", "causal", "window", "left+softcap+alibi+sinks", "floatmask+causal"])
 @pytest.mark.parametrize("sizes", [(45, 60), (60, 30)], ids=str)
-def test_walk_that_adds_up_dq(feature: str, sizes: tuple[int, int], small_tiles: Any) -> None:
-    small_tiles(*((16, 32) if sizes[0] < sizes[1] else (32, 16)), adds=True)
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+def test_walk_that_adds_up_dq(feature: str, sizes: tuple[int, int], late: bool, small_tiles: Any) -> None:
+    small_tiles(*((16, 32) if sizes[0] < sizes[1] else (32, 16)), adds=True, late=late)
     shape = Shape(b=1, sq=sizes[0], sk=sizes[1], h=2, hkv=1, d=24, dv=16)
     features = keywords(feature, shape)
     check(*qkv(shape, torch.float16), impl="triton", also=sides(features, adds=True), **features)
@@ -132,7 +136,7 @@ def test_walk_that_adds_up_dq(feature: str, sizes: tuple[int, int], small_tiles:
 @pytest.mark.parametrize("feature", ["plain", "causal", "window+sinks", "alibi2d+causal"])
 @each_form
 def test_ragged_walk_of_many_blocks(feature: str, adds: bool, small_tiles: Any) -> None:
-    small_tiles(16, 16, adds)
+    small_tiles(16, 16, adds, late=True)
     shape = Shape(b=4, h=2, hkv=1, d=24, dv=16)
     features = keywords(feature, shape)
     batch = ragged([40, 0, 1, 25], [33, 9, 50, 0], shape, torch.float16)
@@ -143,7 +147,7 @@ def test_ragged_walk_of_many_blocks(feature: str, adds: bool, small_tiles: Any) 
 @pytest.mark.parametrize("feature", ["plain", "causal", "window+softcap", "alibi+causal+sinks", "floatmask+softcap"])
 def test_rows_and_numbers_by_boxes(feature: str, small_tiles: Any) -> None:
     """Lengths that are multiples of 4: TMA reads the numbers of rows as well as the rows."""
-    small_tiles(32, 32, True)
+    small_tiles(32, 32, True, late=True)
     shape = Shape(b=2, sq=52, sk=36, h=2, hkv=1, d=72, dv=40)
     features = keywords(feature, shape)
     check(*qkv(shape, torch.float16), impl="triton", also=sides(features, True), **features)
@@ -331,14 +335,24 @@ def test_poison_behind_the_causal_edge_reaches_no_other_row(dtype: torch.dtype) 
 
 
 @interpreter
+@each_form
+def test_keys_past_the_end_add_nothing_where_all_scores_are_low(adds: bool, small_tiles: Any) -> None:
+    """Their scores are 0, and exp(0 - L) overflows."""
+    small_tiles(16, 16, adds)
+    q, k, v = qkv(SMALL, torch.float16)
+    q[..., 0], k[..., 0] = 40, -20  # logits around -200
+    check(q, k, v, impl="triton")
+
+
+@interpreter
 @pytest.mark.parametrize("bias", [-1e9, torch.finfo(torch.float32).min], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=dtype_id)
 def test_rows_hidden_by_a_large_number_have_finite_gradients(dtype: torch.dtype, bias: float) -> None:
     mask = torch.zeros(35, 50)
     mask[:10] = bias
-    inputs = leaves(*qkv(SMALL, dtype))
-    grads = gradients((fk.attention(*inputs, mask=mask, impl="triton"),), inputs)
-    assert all(g.isfinite().all() for g in grads) and (grads[0][:, :10] == 0).all()
+    inputs = leaves(*qkv(SMALL, dtype), mask)
+    grads = gradients((fk.attention(*inputs[:3], mask=inputs[3], impl="triton"),), inputs)
+    assert all(g.isfinite().all() for g in grads) and (grads[0][:, :10] == 0).all() and (grads[3][:10] == 0).all()
 
 
 # What runs
@@ -500,7 +514,8 @@ def test_the_table_serves_every_backward() -> None:
         assert served(problem) == "triton"
         assert api.BACKWARD_IMPLS[0].rejects(BackwardProblem(problem, ("q",)), lookup("h200"))
     assert served(replace(H200, alibi=True), wanted="q alibi_slopes") == "triton"
-    assert served(H200, impl="torch") == served(H200, wanted="q mask") == served(H200, saved=False) == "torch"
+    assert served(replace(H200, mask="float"), wanted="q mask") == "triton"
+    assert served(H200, impl="torch") == served(H200, saved=False) == "torch"
     assert served(replace(H200, dtype="fp64")) == served(replace(H200, device="cpu"), None) == "torch"
     wide = replace(H200, head_dim=512, head_dim_v=512, dtype="fp32")
     assert served(wide) == "triton" and served(wide, "rtx5090") == "torch"
@@ -517,7 +532,9 @@ def test_the_table_says_why() -> None:
     assert reasons(H200, wanted=("q",)) == {"hopper": None, "triton": None, "torch": None}
     assert reasons(H200, wanted=("q",), impl="triton")["hopper"] == "impl='triton' was asked for"
     assert reasons(replace(H200, unaddressable="k: why"), wanted=("q",))["hopper"] == "TMA cannot read k: why"
-    assert reason(H200, wanted=("mask",)) == "has no gradient of a mask"
+    assert reasons(replace(H200, mask="float"), wanted=("mask",)) == {
+        "hopper": "takes no mask tensor", "triton": None, "torch": None,
+    }  # fmt: skip
     assert reason(H200, wanted=("q",), impl="torch") == "impl='torch' was asked for"
     assert "no backward tile fits head_dim=512" in str(
         reason(replace(H200, head_dim=512, head_dim_v=512, dtype="fp32"), "rtx5090", wanted=("q",))
@@ -525,14 +542,14 @@ def test_the_table_says_why() -> None:
 
 
 @interpreter
-def test_a_mask_that_wants_a_gradient_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_who_makes_the_gradients_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     mask = float_mask((35, 50), drop=0.0).requires_grad_()
     inputs = leaves(*qkv(SMALL))
     out = fk.attention(*inputs, mask=mask, impl="triton")
     with caplog.at_level(logging.INFO, "flashkernels.dispatch"):
         api._backward_plans.clear()
         out.sum().backward()
-    assert "torch serves" in caplog.text and "triton: has no gradient of a mask" in caplog.text
+    assert "triton serves" in caplog.text and "hopper: " in caplog.text
 
 
 # Any call

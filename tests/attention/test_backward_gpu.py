@@ -31,7 +31,7 @@ from .gradients import (
     leaves,
     weights_like,
 )
-from .test_backward import SIDES, STRIDES, sides
+from .test_backward import STRIDES, sides
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +59,8 @@ def test_pair_of_features(both: str) -> None:
 
 @pytest.mark.parametrize("mask", ["boolmask", "floatmask"])
 def test_every_feature_at_once(mask: str) -> None:
-    check(*cuda(LARGE), impl="triton", also=SIDES, **keywords([*EVERYTHING, mask], LARGE, "cuda"))
+    features = keywords([*EVERYTHING, mask], LARGE, "cuda")
+    check(*cuda(LARGE), impl="triton", also=sides(features), **features)
 
 
 @pytest.mark.parametrize("dim", [1, 8, *range(16, 257, 16), 33, 72, 104, 200, 264, 320, 512])

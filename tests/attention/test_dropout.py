@@ -133,7 +133,8 @@ def stays_of(batch: Ragged, p: float = P, seed: int = SEED) -> list[Tensor]:
 
 
 def sides(features: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(name for name in ("alibi_slopes", "sinks") if name in features)
+    names = ("alibi_slopes", "sinks", "mask")
+    return tuple(name for name in names if name in features and features[name].is_floating_point())
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, *, impl: str, p: float = P, seed: int = SEED, **features: Any) -> None:

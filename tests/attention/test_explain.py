@@ -100,7 +100,7 @@ def test_the_text_says_what_hopper_does(best: Any) -> None:
     shape, heads, columns, size = lines[at + 1 : at + 5]
     assert shape.startswith(f"  {64 * tile.groups} rows x {tile.block_n} keys, {tile.stages} stages")
     assert all((words in shape) == getattr(tile, flag) for flag, words in module.WORDS.items())
-    assert heads == "  one query head a row block, keys not split"
+    assert heads == "  one query head a row block, no tile cut by keys"
     assert columns == "  columns: 80 for 72 in Q·Kᵀ, 72 for 72 in P·V, waste 5.26%"
     tiles = 4 * 28 * -(-4096 // (64 * tile.groups))
     assert size == f"  {launch.variant.shared / 1024:.0f} KiB shared, {tiles} tiles, {tiles / 132:.2f} waves"
@@ -130,8 +130,17 @@ def test_one_query_a_head_packs_heads_and_splits_keys() -> None:
     decode = replace(PROBLEM, batch=1, seq_q=1, seq_k=65536, heads=32, kv_heads=4, head_dim=128, head_dim_v=128)
     why = fk.explain("attention", problem=decode, gpu="h200")
     assert (why.impl, why.hopper.variant.pack) == ("hopper", 8)
-    assert why.hopper.splits > 1 and why.hopper.tiles == 4 * why.hopper.splits
-    assert f"  8 query heads share a row block, keys split into {why.hopper.splits} parts" in str(why).splitlines()
+    assert why.hopper.cut == why.hopper.tiles == 4 and why.hopper.shares == 4 * 32
+    assert "  8 query heads share a row block, all tiles cut by keys for 128 blocks" in str(why).splitlines()
+
+
+def test_tiles_behind_the_last_full_round_are_cut() -> None:
+    problem = AttentionProblem(batch=4, seq_q=4096, seq_k=4096, heads=32, kv_heads=32, head_dim=64)
+    why = fk.explain("attention", problem=problem, gpu="h200")
+    assert (why.hopper.tiles, why.hopper.cut, why.hopper.shares) == (2816, 44, 132)
+    assert "  one query head a row block, the last 44 tiles cut by keys for 132 blocks" in str(why).splitlines()
+    causal = fk.explain("attention", problem=replace(problem, causal=True), gpu="h200")
+    assert causal.hopper.cut == 0
 
 
 def test_a_ragged_batch_has_at_most_so_many_tiles() -> None:

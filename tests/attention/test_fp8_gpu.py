@@ -28,10 +28,10 @@ def gpu(test: Any) -> Any:
     return pytest.mark.gpu(on_hopper(test))
 
 
-def splits(small: Quantised, **features: Any) -> int:
+def shares(small: Quantised, **features: Any) -> int:
     found = detect()
     assert found is not None
-    return tiles.choose(problem_of(*small[:3], **small.scales, **features), found.sms).splits
+    return tiles.choose(problem_of(*small[:3], **small.scales, **features), found.sms).shares
 
 
 @gpu
@@ -101,7 +101,7 @@ def test_packed_heads(heads: tuple[int, int], rows: int) -> None:
 @pytest.mark.parametrize("shape", [LONG, LONG.but(d=64), LONG.but(d=256, hkv=8), LONG.but(sq=33, sk=9000)], ids=str)
 def test_keys_in_parts(shape: Shape, feature: str, per_block: bool) -> None:
     small = quantised(shape, "cuda", per_block=per_block)
-    assert feature == "left" or splits(small, **keywords(feature, shape, "cuda")) > 1
+    assert feature == "left" or shares(small, **keywords(feature, shape, "cuda")) > 1
     check(small, IMPL, **keywords(feature, shape, "cuda"))
 
 

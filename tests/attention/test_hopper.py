@@ -58,8 +58,8 @@ def multiprocessors() -> int:
     return gpu.sms
 
 
-def splits(*inputs: Tensor, **features: Any) -> int:
-    return tiles.choose(problem_of(*inputs, **features), multiprocessors()).splits
+def shares(*inputs: Tensor, **features: Any) -> int:
+    return tiles.choose(problem_of(*inputs, **features), multiprocessors()).shares
 
 
 # Every variant of the fixed list
@@ -198,9 +198,30 @@ def test_few_tiles(shape: Shape, feature: str) -> None:
 
 def test_few_tiles_are_split() -> None:
     for shape in (SPLIT, DECODE, SPLIT.but(sq=33, h=4, hkv=2, d=72)):
-        assert splits(*cuda(shape)) > 1
-        assert splits(*cuda(shape), causal=True) > 1
-        assert splits(*cuda(shape), window=(3000, 0)) > 1
+        assert shares(*cuda(shape)) > 1
+        assert shares(*cuda(shape), causal=True) > 1
+        assert shares(*cuda(shape), window=(3000, 0)) > 1
+
+
+LAST_ROUND = Shape(b=1, sq=2048, sk=4100, h=40, hkv=4, d=64)
+
+
+@pytest.mark.parametrize("features", [(), ("softcap", "alibi2d", "sinks")], ids=["plain", "all"])
+@pytest.mark.parametrize("shape", [
+    LAST_ROUND, LAST_ROUND.but(d=72, h=64), LAST_ROUND.but(d=104, h=28), LAST_ROUND.but(d=128),
+    LAST_ROUND.but(d=256, h=28), LAST_ROUND.but(d=120, b=2), LAST_ROUND.but(d=192, sq=2000, sk=3000, h=44),
+    LAST_ROUND.but(b=3, sq=100, sk=9000, h=32),
+], ids=str)  # fmt: skip
+def test_the_last_round_is_cut_by_keys(shape: Shape, features: tuple[str, ...]) -> None:
+    """Tiles behind the last full round (of the last shape all), shared by the blocks: with one part in a share and with
+    two, in clusters and without."""
+    inputs = cuda(shape)
+    more = {name: value for feature in features for name, value in keywords(feature, shape, "cuda").items()}
+    chosen = tiles.choose(problem_of(*inputs, **more), multiprocessors())
+    assert chosen.shares > chosen.cut > 0
+    first, _ = check(*inputs, impl=IMPL, **more)
+    for _ in range(10):
+        assert torch.equal(fk.attention(*inputs, impl=IMPL, **more), first)
 
 
 @pytest.mark.parametrize("dim", [32, 48, 64, 96, 112, 120, 192])
@@ -223,7 +244,7 @@ def test_one_query_and_very_many_keys(dtype: torch.dtype, kv_heads: int, dim: in
 
 def test_a_window_leaves_few_keys_for_each_part() -> None:
     few = SPLIT.but(sq=60, h=2, hkv=1, sk=30_000)
-    assert splits(*cuda(few), window=(2500, 0)) > 1
+    assert shares(*cuda(few), window=(2500, 0)) > 1
     check(*cuda(few), window=(2500, 0), impl=IMPL)
     check(*cuda(SPLIT.but(sq=512, sk=300)), causal=True, impl=IMPL)
 
@@ -254,7 +275,7 @@ def test_poison_outside_the_window_reaches_nobody(poison: float, which: str, sha
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_poison_behind_the_diagonal_of_a_split_tile(poison: float, which: str) -> None:
     q, k, v = cuda(SPLIT)
-    assert splits(q, k, v, causal=True) > 1
+    assert shares(q, k, v, causal=True) > 1
     clean, clean_lse = fk.attention(q, k, v, causal=True, return_lse=True, impl=IMPL)
     largest = v.abs().max().item()
     rows = 300

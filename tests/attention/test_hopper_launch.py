@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 import flashkernels as fk
-from flashkernels.attention.hopper import forward
+from flashkernels.attention.hopper import backward, forward
 from flashkernels.attention.hopper.forward import Params
-from flashkernels.attention.tensors import Tensors
+from flashkernels.attention.problem import BackwardProblem
+from flashkernels.attention.tensors import Given, Tensors
 from flashkernels.attention.validation import described
 from flashkernels.hardware import GPUS
 
@@ -84,8 +86,8 @@ def test_a_plain_call_has_its_pointers_maps_and_scale(driver: Driver) -> None:
     assert (params.q_data, params.k_data, params.v_data) == (q.data_ptr(), k.data_ptr(), v.data_ptr())
     assert [params.slopes, params.sinks, params.order, params.pages, params.partial, params.values] == [None] * 6
     assert params.scale == pytest.approx(0.5 * 1.4426950408889634)
-    assert [m[0] for m in driver.maps] == [q.data_ptr(), k.data_ptr(), v.data_ptr(), q.data_ptr(), k.data_ptr()]
-    assert (params.q[0], params.k[0], params.v[0], params.q_rest[0], params.k_rest[0]) == (1, 2, 3, 4, 5)
+    assert [m[0] for m in driver.maps] == [q.data_ptr(), q.data_ptr(), k.data_ptr(), k.data_ptr(), v.data_ptr()]
+    assert (params.q[0], params.q_rest[0], params.k[0], params.k_rest[0], params.v[0]) == (1, 2, 3, 4, 5)
     assert list(params.out_strides) == list(out.stride()[:3]) and params.lse_head == 4096
 
 
@@ -94,10 +96,12 @@ def test_a_second_call_with_other_tensors_gets_other_maps(driver: Driver) -> Non
     problem = described(*first[:3], causal=False, softmax_scale=None, window=(-1, -1), softcap=0.0, alibi_slopes=None,
                         sinks=None)  # fmt: skip
     run = forward.plan(problem, H200, first)
-    for tensors, maps in ((first, 3), (first, 3), (second, 6)):
+    own, others = (1, 2, 3), (4, 5, 6)
+    for tensors, made, maps in ((first, 3, own), (first, 3, own), (second, 6, others), (first, 6, own)):
         run(tensors, 1.0, 0.0)
-        assert len(driver.maps) == maps
-        assert driver.launches[-1][3].q_data == tensors.q.data_ptr()
+        assert len(driver.maps) == made
+        params = driver.launches[-1][3]
+        assert params.q_data == tensors.q.data_ptr() and (params.q[0], params.k[0], params.v[0]) == maps
 
 
 def test_features_have_their_pointers(driver: Driver) -> None:
@@ -137,5 +141,32 @@ def test_fp8_has_scales_and_turns_v_first(driver: Driver) -> None:
 def test_keys_in_parts_have_room_for_them(driver: Driver) -> None:
     q, k, v = torch.randn(1, 1, 8, 64).half(), *(torch.randn(1, 20000, 8, 64).half() for _ in range(2))
     params, _ = planned(driver, Tensors(q, k, v))
-    assert params.splits > 1 and params.partial
-    assert driver.launches[-1][1] == params.tiles == 8 * params.splits
+    assert (params.whole, params.cut) == (0, 8) and params.partial
+    assert driver.launches[-1][1] == params.tiles == params.shares > 8
+
+
+def test_the_backward_keeps_the_maps_of_each_set_of_tensors(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[backward.Params] = []
+
+    def launch(grid: int, block: int, stream: int, address: int) -> None:
+        seen.append(backward.Params.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(backward.Params))))
+
+    kernel = SimpleNamespace(launch=launch)
+    monkeypatch.setattr(
+        backward, "library", lambda variant: SimpleNamespace(kernel=lambda name, shared, early=False: kernel)
+    )
+    monkeypatch.setattr(backward, "counters", lambda device, stream: COUNTERS)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    first, second = (Tensors(*inputs(1, 256, 2, 64)) for _ in range(2))
+    call = described(*first[:3], causal=False, softmax_scale=None, window=(-1, -1), softcap=0.0, alibi_slopes=None,
+                     sinks=None)  # fmt: skip
+    given = Given(torch.randn(1, 256, 2, 64).bfloat16(), None, torch.randn(1, 256, 2, 64).bfloat16(),
+                  torch.zeros(1, 2, 256))  # fmt: skip
+    run = backward.plan(BackwardProblem(call, ("q", "k", "v"), "auto", saved=True), H200, first, given)
+    own, others = (1, 2, 3, 4), (5, 6, 7, 8)
+    for tensors, made, maps in ((first, 4, own), (second, 8, others), (first, 8, own)):
+        run(tensors, given, 1.0, 0.0)
+        params = seen[-1]
+        assert len(driver.maps) == made and params.k_data == tensors.k.data_ptr()
+        assert (params.q[0], params.k[0], params.v[0], params.grad_out[0]) == maps
+    assert [m[0] for m in driver.maps[:4]] == [x.data_ptr() for x in (*first[:3], given.grad_out)]

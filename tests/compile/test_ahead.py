@@ -404,7 +404,7 @@ def test_a_second_launch_writes_what_changed(monkeypatch: pytest.MonkeyPatch) ->
     parameters = specialised.Parameters(specialised.Loaded(b"", facts), (x, None, seen(y), z), numbers)
 
     def launched(*arguments: Any) -> list[bytes]:
-        parameters(7, 11, *arguments)
+        parameters.launch(7, 11, *arguments)
         return starts.bytes
 
     def number(value: int) -> bytes:

@@ -31,11 +31,11 @@ pytestmark = pytest.mark.usefixtures("compiler")
 
 def products(one: Variant) -> int:
     """wgmma instructions: the loop over keys is there two steps at a time, for each kind of mask, and once more for an
-    odd end; the first Q·Kᵀ and the last P·V of a tile are there twice (a split tile is a block's only one: once). Each
-    reduces over 16 columns or keys, or over 32 of FP8."""
+    odd end; the first Q·Kᵀ and the last P·V of a tile are there twice. Each reduces over 16 columns or keys, or over 32
+    of FP8."""
     steps = 2 * (1 + one.left + one.right) + 1
     depth = 32 if one.fp8 else 16
-    return (steps + (1 if one.split else 2)) * (-(-one.head_dim // depth) + one.tile.block_n // depth)
+    return (steps + 2) * (-(-one.head_dim // depth) + one.tile.block_n // depth)
 
 
 @pytest.mark.parametrize("one", SAMPLE, ids=label)
@@ -112,7 +112,7 @@ def assert_legal(one: Variant) -> None:
     if one.right:
         assert -(-(tile.groups - 1) * (64 // one.pack) // tile.block_n) <= tile.stages  # or the K ring runs dry
     if tile.cluster > 1:
-        assert not (one.left or one.right or one.varlen or one.paged or one.split)
+        assert not (one.left or one.right or one.varlen or one.paged)
 
 
 @st.composite
@@ -132,19 +132,40 @@ def problems(draw: st.DrawFn) -> AttentionProblem:
     )  # fmt: skip
 
 
+def shared_fairly(choice: tiles.Choice) -> bool:
+    """Whether the shares, cut as schedule.cuh cuts them, cover every cut tile once, in at most two parts each, and the
+    parts that epilogue.cuh counts for a tile are those."""
+    cut, shares = choice.cut, choice.shares
+    parts: dict[int, list[tuple[int, int, int]]] = {tile: [] for tile in range(cut)}
+    for share in range(shares):
+        tile, start = divmod(share * cut, shares)
+        parts[tile].append((share, start, min(start + cut, shares)))
+        if start + cut > shares:
+            parts[tile + 1].append((share, 0, start + cut - shares))
+    for tile, found in parts.items():
+        ends = [0, *(to for _, _, to in found)]
+        assert ends[:-1] == [start for _, start, _ in found] and ends[-1] == shares
+        counted = range(tile * shares // cut, ((tile + 1) * shares - 1) // cut + 1)
+        assert [share for share, _, _ in found] == list(counted)
+    return True
+
+
 @given(problems(), st.sampled_from([78, 114, 132]))
 def test_any_choice_is_legal(problem: AttentionProblem, multiprocessors: int) -> None:
     choice = tiles.choose(problem, multiprocessors)
     one, tile = choice.variant, choice.variant.tile
     assert_legal(one)
-    assert 1 <= choice.splits <= tiles.MOST_SPLITS and one.split == (choice.splits > 1)
+    assert choice.tiles == tiles.query_tiles(problem, tile, one.pack)
+    assert one.split == (choice.cut > 0 or not (problem.varlen or one.left or one.right))
     group = problem.heads // problem.kv_heads
     assert 1 <= one.pack <= 64 and group % one.pack == 0
     assert (one.head_dim, one.head_dim_v) == (problem.head_dim, problem.head_dim_v)
-    if one.split:
-        count = tiles.query_tiles(problem, tile, one.pack)
-        assert not problem.varlen and count * tile.groups <= tiles.SPLIT_TILES
-        assert count * choice.splits <= multiprocessors
+    if choice.cut:
+        blocks = multiprocessors // tile.cluster
+        assert not problem.varlen and choice.cut * tile.cluster * tile.groups <= tiles.CUT_TILES
+        assert choice.cut < choice.shares <= min(blocks, choice.cut * tiles.MOST_PARTS)
+        assert choice.whole % blocks == 0 and (choice.whole == 0 or not (one.left or one.right))
+        assert shared_fairly(choice)
     left, right = problem.band
     assert (one.fp8, one.fp16) == (problem.dtype == "fp8", problem.dtype == "fp16")
     assert (one.left, one.right, one.paged) == (left >= 0, right >= 0, problem.page_size > 0)

@@ -101,7 +101,7 @@ def test_any_choice_is_legal(problem: AttentionProblem, multiprocessors: int) ->
     choice = tiles.choose(problem, multiprocessors)
     one = choice.variant
     assert_legal(one)
-    assert choice.splits == 1 and one.tile.cluster == (2 if problem.seq_q > 64 else 1)
+    assert choice.cut == 0 and one.tile.cluster == (2 if problem.seq_q > 64 else 1)
     assert (one.head_dim, one.head_dim_v) == (problem.head_dim, problem.head_dim_v)
     more = replace(one, tile=replace(one.tile, stages=one.tile.stages + 1))
     assert more.shared > tiles.SHARED_LIMIT

@@ -29,9 +29,12 @@ from flashkernels.hardware import Gpu, lookup
 from flashkernels.jit.eager import Plans
 from flashkernels.jit.notes import Noted, noting
 from flashkernels.moe import gemm
+from flashkernels.moe.combine import CombineProblem
 from flashkernels.moe.plan import sizes
 from flashkernels.moe.problem import GemmProblem, RouteProblem
+from flashkernels.moe.rows import RoundingProblem
 from flashkernels.moe.triton import route
+from flashkernels.moe.weights import rounded_rows
 
 BF16 = torch.bfloat16
 MIXTRAL = {
@@ -145,10 +148,14 @@ class Posed:
                 return function(on(problem), self.gpu, *rest)
             except Noted:  # CUDA C++ is compiled by the plan; what follows it is to be asked for all the same
                 if isinstance(problem, AttentionProblem):
-                    return lambda tensors, *_: (torch.empty_like(tensors.q), empty(*lse_shape(tensors.q)))
+                    return lambda tensors, *_: (torch.empty_like(tensors[0]), empty(*lse_shape(tensors[0])))
                 if isinstance(problem, RouteProblem):
                     return lambda *_: routed(problem, rest[1])
                 if isinstance(problem, GemmProblem):
+                    return lambda *_: empty(problem.rows, problem.width, dtype=rest[1].out)
+                if isinstance(problem, RoundingProblem):
+                    return lambda x: rounded_rows(x, rest[1].format)
+                if isinstance(problem, CombineProblem):
                     return lambda *_: empty(problem.rows, problem.width, dtype=rest[1].out)
                 raise
 

@@ -247,6 +247,14 @@ def test_a_tensor_map_that_makes_no_sense_is_refused_without_the_driver(
         driver.tensor_map(0, dtype, sizes, strides, box, swizzle)
 
 
+def test_maps_of_a_signature_are_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "MOST_KEPT", 3)
+    known = driver.Kept()
+    for n in range(8):
+        known[n, n] = bytes([n])
+        assert known[n, n] == bytes([n]) and len(known) <= 3
+
+
 def test_without_a_driver_only_the_use_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "LIBRARY", "libno-such-cuda.so.1")
     monkeypatch.setattr(driver, "driver", _afresh(driver.driver))

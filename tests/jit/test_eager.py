@@ -128,6 +128,33 @@ def test_what_autograd_follows_is_left_to_torch_while_it_does(made: Made) -> Non
         assert made(plain()) == 1 and made(leaf) == 1
 
 
+def test_a_mode_that_stays_costs_one_look_up(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    monkeypatch.setattr(eager, "kind_of", lambda *kind: looked.append(1) or kind_of(*kind))
+    x = plain()
+    for scope in (torch.no_grad(), torch.inference_mode(), torch.no_grad()):
+        with scope:
+            assert [made(x) for _ in range(3)] == [1] * 3
+    assert len(looked) == 3
+
+
+def test_kinds_that_take_turns_are_looked_up_in_the_first_rounds(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    monkeypatch.setattr(eager, "kind_of", lambda *kind: looked.append(1) or kind_of(*kind))
+    kinds = [plain(n, 8) for n in (1, 2, 3)]
+    for _ in range(5):
+        assert [made(x) for x in kinds] == [1, 2, 3]
+    assert len(looked) == 4  # the first three, and that the first follows the last
+    for _ in range(3):
+        assert made(kinds[0]) == 1
+    assert len(looked) == 5  # it is followed by itself now
+
+
+@pytest.mark.parametrize("places", [[], [2], [1, 2, 3], [0, 2], [0, 3, 4]], ids=str)
+def test_what_is_chosen_of_a_tuple(places: list[int]) -> None:
+    assert eager.chosen(places)((10, 11, 12, 13, 14)) == tuple(10 + at for at in places)
+
+
 class Mode(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*args, **(kwargs or {}))

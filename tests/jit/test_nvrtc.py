@@ -173,6 +173,40 @@ def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
         nvrtc.compile("fill.cu", FILL, HEADER)
 
 
+@pytest.mark.parametrize(
+    ("beside", "version"),
+    [
+        (["libnvrtc-builtins.so.13.0", "libnvrtc-builtins.alt.so.13.0"], (13, 0)),
+        (["libnvrtc-builtins.so", "libnvrtc-builtins.so.13.1", "libnvrtc-builtins.so.13.1.80"], (13, 1)),
+        (["libnvrtc-builtins.so.12.9", "libnvrtc-builtins.so.13.0"], (13, 0)),
+        (["libnvrtc-builtins.so.13.0", "libnvrtc-builtins.so.13.1"], None),
+        (["libnvrtc-builtins.so.12.9"], None),
+        ([], None),
+    ],
+    ids=["wheel", "toolkit", "two majors", "two minors", "another's", "none"],
+)
+def test_the_version_is_in_the_names_of_its_files(
+    tmp_path: Path, beside: list[str], version: tuple[int, int] | None
+) -> None:
+    for file in ("libnvrtc.so.13", *beside):
+        (tmp_path / file).touch()
+    assert nvrtc.named_version(str(tmp_path / "libnvrtc.so.13")) == version
+    assert nvrtc.named_version(str(tmp_path / "libnvrtc.so.12")) is None
+    assert nvrtc.named_version("libnvrtc.so.13") is None
+
+
+def test_the_library_confirms_its_version(compiler: nvrtc.Compiler) -> None:
+    assert compiler._version() == compiler.version
+
+
+def test_what_the_cache_has_needs_no_library(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    nvrtc.compile("fill.cu", FILL, HEADER)
+    fresh = functools.cache(nvrtc.find.__wrapped__)
+    monkeypatch.setattr(nvrtc, "find", fresh)
+    assert nvrtc.compile("fill.cu", FILL, HEADER)
+    assert nvrtc.named_version(fresh().path) is None or "library" not in vars(fresh())
+
+
 def test_the_library_of_torchs_cuda_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for file in ("cu13/lib/libnvrtc.so.13", "cuda_nvrtc/lib/libnvrtc.so.12", "cu13/lib/libnvrtc-builtins.so.13.0"):
         (tmp_path / "nvidia" / file).parent.mkdir(parents=True, exist_ok=True)

@@ -49,7 +49,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(monkeypatch)
 
 
-def run(format: str, gather: bool, activation: str, tile: HopperGemmTile) -> tuple[Any, ...]:
+def run(
+    format: str, gather: bool, activation: str, tile: HopperGemmTile, rounds: bool = False, splittable: bool = False
+) -> tuple[Any, ...]:  # fmt: skip
     """x, its scales, the weights and the output of one product of 12 tokens."""
     routing = fk.moe.route(torch.randn(12, 4), 2)
     plan = routing.plan
@@ -59,9 +61,10 @@ def run(format: str, gather: bool, activation: str, tile: HopperGemmTile) -> tup
     scale = w_scale = None
     data = w
     if format:
-        x, scale = fk.moe.round_rows(x, format, impl="torch")
+        if not rounds:
+            x, scale = fk.moe.round_rows(x, format, impl="torch")
         data, w_scale, *_ = fk.moe.quantise(w, format)
-    call = Gemm(gather, activation, True, 1.702, 7.0, format, 0, depth, plan.block, "bf16", False, "hopper", tile)
+    call = Gemm(gather, activation, True, 1.702, 7.0, format, 0, depth, plan.block, "bf16", splittable, "hopper", tile)
     tensors = (x, data, None, None, scale, w_scale, *plan[:6])
     out = hopper.gemm_plan(gemm_problem(tensors, call), lookup("h200"), tensors, call)(*tensors)
     return x, scale, data, w_scale, out
@@ -70,7 +73,7 @@ def run(format: str, gather: bool, activation: str, tile: HopperGemmTile) -> tup
 @pytest.mark.parametrize("format", ["fp8", "int8"])
 def test_scales_are_gathered_with_the_rows(machine: Machine, format: str) -> None:
     x, scale, w, w_scale, out = run(format, True, "swiglu", HopperGemmTile(192, 4, cluster=2))
-    assert machine.variants == [GemmVariant(192, 4, gated=True, cluster=2, small=format)]
+    assert machine.variants == [GemmVariant(192, 4, gated=True, cluster=2, small=format, ahead=True)]
     assert [name for name, *_ in machine.launches] == ["gather", "gemm"]
     for _, _, given in machine.launches:
         assert given["tokens"] == x.data_ptr() and given["token_scales"] == scale.data_ptr()
@@ -98,6 +101,27 @@ def test_scales_that_are_not_copied_are_read_where_they_are(
     assert (name, grid, given["x_scales"]) == ("gemm", 132, scale.data_ptr())
     assert (given["step"], given["half"]) == (1, 48)  # nothing alternates without an activation
     assert machine.maps[1][0] == x.data_ptr() and machine.maps[1][4] == (128, 1 if gather else 16, 1, 1)
+
+
+@pytest.mark.parametrize("format", ["fp8", "int8"])
+def test_rows_that_a_copy_rounds(machine: Machine, format: str) -> None:
+    x, scale, _, w_scale, out = run(format, True, "swiglu", HopperGemmTile(192, 4), rounds=True)
+    assert machine.variants == [GemmVariant(192, 4, gated=True, small=format, wide="bf16", ahead=True)]
+    (name, grid, given), (last, _, _) = machine.launches
+    assert (name, last, scale) == ("round_and_gather", "gemm", None)
+    assert (grid, given["token_count"], given["row_warps"]) == (2, 12, 1)  # 8 of a block's warps have a row each
+    assert given["tokens"] == x.data_ptr() and given["stride_tokens"] == 2 * 64 and given["token_scales"] == 0
+    assert given["x_scales"] == given["gathered"] + 24 * 64 and given["w_scales"] == w_scale.data_ptr()
+    assert machine.maps[1][1] == "fp8" and out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("gather", "splittable", "ahead"), [(False, True, True), (False, False, False)])
+def test_only_what_the_kernel_ahead_leaves_alone_is_read_early(
+    machine: Machine, gather: bool, splittable: bool, ahead: bool
+) -> None:
+    """Any kernel may run before a product; before the second one of a layer it is one that makes its rows."""
+    run("", gather, "none", HopperGemmTile(192, 4), splittable=splittable)
+    assert [variant.ahead for variant in machine.variants] == [ahead]
 
 
 def test_16_bits_have_no_scales(machine: Machine) -> None:

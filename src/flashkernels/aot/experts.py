@@ -12,15 +12,14 @@ from torch import Tensor
 
 from flashkernels.aot.blank import Recipe, empty
 from flashkernels.dispatch import Impl, select
-from flashkernels.fused.rows import DTYPES as NAMES, RowProblem, row_problem
 from flashkernels.hardware import Gpu
 from flashkernels.jit.notes import Noted
-from flashkernels.moe.combine import IMPLS as COMBINE, Combine
-from flashkernels.moe.gemm import ALPHA, BACKWARD, IMPLS as GEMM, LIMIT, Gemm, GemmBackward, gemm_problem
+from flashkernels.moe.combine import BACKWARD as COMBINE_BACKWARD, IMPLS as COMBINE, Combine, combine_problem
+from flashkernels.moe.gemm import ALPHA, BACKWARD, IMPLS as GEMM, LIMIT, Gemm, GemmBackward, gemm_problem, rounds_itself
 from flashkernels.moe.plan import MOST_EXPERTS, MOST_K, Plan, block_rows, plan_of, sizes
 from flashkernels.moe.problem import ACTIVATIONS, FORMATS, GATED, RouteProblem
 from flashkernels.moe.route import IMPLS as ROUTE, SCORES, Call
-from flashkernels.moe.rows import IMPLS as ROUND, Rounding
+from flashkernels.moe.rows import IMPLS as ROUND, Rounding, rounding_problem
 from flashkernels.moe.weights import ROUNDED, quantise, rounded_rows
 
 
@@ -83,7 +82,7 @@ class Layer:
         plan, shares = self.route(apart=False)
         h = self.product(self.x, self.w_up, plan, True, self.work.activation, False)
         y = self.product(h, self.w_down, plan, False, "none", True)
-        self.combine(y, shares, plan, self.work.shared)
+        self.combine(y, shares, plan, self.work.shared, settled=True)
 
     def train(self) -> None:
         """As autograd goes through it: products are not split, and the activation between them is a call of its own."""
@@ -94,7 +93,9 @@ class Layer:
         y = self.product(h, self.w_down, plan, False, "none", False)
         self.combine(y, shares, plan, work.shared)
         tensors = (self.x, y, shares, plan.permutation, plan.inverse)
-        self.run(COMBINE, self.summing(y), "backward_plan", tensors, Combine(work.dtype, "auto"))
+        call = Combine(work.dtype, "auto")
+        problem = replace(combine_problem(y, shares, None, plan.inverse, call), device="cuda")
+        self.run(COMBINE_BACKWARD, problem, "backward_plan", tensors, call)
         self.gradients(y, h, self.w_down, plan, False)
         self.gradients(pre, self.x, self.w_up, plan, True)
         self.combine(empty(plan.rows, work.hidden, dtype=work.dtype), None, plan, False)  # gradients of x, by token
@@ -117,18 +118,20 @@ class Layer:
         return plan_of(parts, block), shares
 
     def product(self, x: Tensor, w: Tensor, plan: Plan, gather: bool, activation: str, splittable: bool) -> Tensor:
-        form, group, scale, x_scale = self.work.weights, 0, None, None
+        form, group, scale = self.work.weights, 0, None
         bias = empty(*w.shape[:2], dtype=self.work.dtype) if self.work.bias else None
         depth = w.shape[2]
         if form:
             w, scale, _, _, group = quantise(w, form)
-        if form in ROUNDED:
-            small = replace(row_problem("rounding", x, 1.5, "int8" if form == "int8" else "fp8"), device="cuda")
+        call = self.gemm(plan, gather, activation, depth, splittable)._replace(weights=form, group=group)
+        tensors: tuple[Any, ...] = (x, w, bias, None, None, scale, *plan[:6])
+        problem = replace(gemm_problem(tensors, call), device="cuda")
+        if form in ROUNDED and not rounds_itself(problem, self.gpu, call):
+            small = replace(rounding_problem(x, form), device="cuda")
             rounded = self.run(ROUND, small, "rounding_plan", (x,), Rounding(form, "auto"))
             x, x_scale = rounded_rows(x, form) if rounded is None else rounded
-        call = self.gemm(plan, gather, activation, depth, splittable)._replace(weights=form, group=group)
-        tensors = (x, w, bias, None, x_scale, scale, *plan[:6])
-        problem = replace(gemm_problem(tensors, call), device="cuda")
+            tensors = (x, w, bias, None, x_scale, scale, *plan[:6])
+            problem = replace(gemm_problem(tensors, call), device="cuda")
         out = self.run(GEMM, problem, "gemm_plan", tensors, call)
         return empty(problem.rows, problem.width, dtype=self.work.dtype) if out is None else out
 
@@ -138,17 +141,16 @@ class Layer:
         tensors = (grad, x, w, *plan[:6])
         self.run(BACKWARD, problem, "backward_plan", tensors, GemmBackward(call, True, True))
 
-    def combine(self, y: Tensor, shares: Tensor | None, plan: Plan, shared: bool) -> None:
+    def combine(self, y: Tensor, shares: Tensor | None, plan: Plan, shared: bool, settled: bool = False) -> None:
         tensors = (y, shares, self.x if shared else None, plan.permutation, plan.inverse)
-        self.run(COMBINE, self.summing(y), "combine_plan", tensors, Combine(self.work.dtype, "auto"))
+        call = Combine(self.work.dtype, "auto", settled)
+        problem = replace(combine_problem(*tensors[:3], plan.inverse, call), device="cuda")
+        self.run(COMBINE, problem, "combine_plan", tensors, call)
 
     def gemm(self, plan: Plan, gather: bool, activation: str, depth: int, splittable: bool) -> Gemm:
         mixed = self.work.interleaved and gather
         numbers = (ALPHA, LIMIT, "", 0, depth, plan.block, self.work.dtype, splittable, "auto")
         return Gemm(gather, activation, mixed, *numbers)
-
-    def summing(self, y: Tensor) -> RowProblem:
-        return RowProblem("combine", self.work.tokens, y.shape[-1], NAMES[y.dtype], "cuda", 0)
 
     def run(self, impls: Sequence[Impl], problem: Any, plan: str, tensors: tuple[Any, ...], call: Any) -> Any:
         """What one part returns, or None where torch or CUDA C++ serves it, which compiles in the plan."""

@@ -103,8 +103,6 @@ def needs_triton_backward(problem: BackwardProblem, gpu: Gpu | None) -> str | No
     """Why the fused backward cannot serve, or None."""
     if reason := refuses(problem.call, gpu):
         return reason
-    if "mask" in problem.wanted:
-        return "has no gradient of a mask"
     if not problem.saved:
         return "needs the output and the log-sum-exp, which this forward did not keep"
     try:
@@ -163,7 +161,9 @@ def attention(
         softcap: bounds the logits; 0 turns it off.
         alibi_slopes: (H,) or (B, H), any float dtype.
         sinks: (H,), any float dtype: one more logit per head that joins the denominator and has no value.
-        mask: broadcastable to (B, H, S_q, S_k); bool: True where a query may attend; float: added to the logits.
+        mask: broadcastable to (B, H, S_q, S_k); bool: True where a query may attend; float: added to the logits. The
+            gradient of a float mask has its shape and dtype: sums over what is broadcast, in fp32. Broadcast is cheaper
+            than expanded: what torch has expanded gets a gradient of the full size.
         q_scale, k_scale, v_scale: fp32, positive: what FP8 numbers are to be multiplied by. (B, H) and twice (B, H_kv),
             or for q and k one for each 128 rows: (B, H, ceil(S_q / 128)) and (B, H_kv, ceil(S_k / 128)).
             `fk.quantise_qkv` makes them. FP8 has no gradients.
@@ -176,9 +176,9 @@ def attention(
             weights, whatever the implementation, and in the backward. None draws one from torch's generator of the
             device. A CUDA graph replays an int as it was captured; a tensor is read again, and None draws again.
         deterministic: makes the gradients the same to the bit in every run; so does
-            `torch.use_deterministic_algorithms(True)`. The forward always is, and so are the gradients of k, v and the
-            rest. That of q is not, by default: on a GPU the fused backwards may add it up in an order that varies, and
-            its last bits with it.
+            `torch.use_deterministic_algorithms(True)`. The forward always is, and so are the gradients of k, v, a mask
+            and the rest. That of q is not, by default: on a GPU the fused backwards may add it up in an order that
+            varies, and its last bits with it.
 
     Returns:
         The output (B, S_q, H, D_v) in q's dtype (bf16 for FP8) and the layout asked for; with `return_lse` also
@@ -196,9 +196,9 @@ def attention(
     elif layout != "bshd":
         raise ValueError(f"layout={layout!r} is not one of {', '.join(map(repr, LAYOUTS))}")
     out, lse = _call(
-        Tensors(q, k, v, alibi_slopes, sinks, mask, None, None, None, q_scale, k_scale, v_scale), 0, 0, causal,
-        softmax_scale, window, softcap, layout,
-        return_lse, impl, dropout_p, deterministic, dropout_seed=dropout_seed,
+        (q, k, v, alibi_slopes, sinks, mask, None, None, None, q_scale, k_scale, v_scale, None),
+        (0, 0, causal, softmax_scale, window, softcap, layout, return_lse, impl, dropout_p),
+        deterministic, dropout_seed,
     )  # fmt: skip
     if layout == "bhsd":
         out = out.transpose(1, 2)
@@ -241,11 +241,11 @@ def attention_varlen(
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(cu, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(cu).__name__}")
-    tensors = Tensors(q, k, v, alibi_slopes, sinks, None, cu_seqlens_q, cu_seqlens_k, block_table)
-    out, lse = _call(
-        tensors, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window, softcap, "bshd", return_lse, impl,
-        dropout_p, deterministic, dropout_seed=dropout_seed,
+    settings = (
+        max_seqlen_q, max_seqlen_k, causal, softmax_scale, window, softcap, "bshd", return_lse, impl, dropout_p
     )  # fmt: skip
+    tensors = (q, k, v, alibi_slopes, sinks, None, cu_seqlens_q, cu_seqlens_k, block_table, None, None, None, None)
+    out, lse = _call(tensors, settings, deterministic, dropout_seed)
     if not return_lse:
         return out
     assert lse is not None  # it was asked for
@@ -290,7 +290,7 @@ def _addressed(problem: AttentionProblem, tensors: Tensors) -> AttentionProblem:
     return replace(problem, unaddressable=next(reasons, ""))
 
 
-def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Callable[[Tensors], Attention]:
+def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Attention]:
     """The prepared launch for tensors of this kind: validation, dispatch and tiling happen here, once."""
     given = Tensors(*tensors)
     max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, dropout_p = settings[:10]
@@ -302,9 +302,9 @@ def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Callable[[Tens
     scale = problem.head_dim**-0.5 if softmax_scale is None else softmax_scale
     ends_known = problem.varlen and problem.device != "cuda"  # reading them would wait for a GPU
 
-    def call(tensors: Tensors) -> Attention:
+    def call(tensors: tuple[Any, ...]) -> Attention:
         if ends_known:
-            _check_ends(tensors, max_q, max_k)
+            _check_ends(Tensors(*tensors), max_q, max_k)
         found: Attention = run(tensors, scale, softcap)
         return found
 
@@ -315,9 +315,10 @@ _plans = Plans(_plan)
 Attention = tuple[Tensor, "Tensor | None"]
 
 
-def _settings(*settings: Any) -> tuple[Any, ...]:
+def _settings(settings: tuple[Any, ...]) -> tuple[Any, ...]:
     """`_plan`'s, with the tile in force, and the types of the window's sides: True is no number of keys."""
-    return (*settings, override(), *map(type, settings[4]))
+    left, right = settings[4]
+    return (*settings, override(), type(left), type(right))
 
 
 def _check_ends(tensors: Tensors, max_q: int, max_k: int) -> None:
@@ -331,21 +332,23 @@ def _check_ends(tensors: Tensors, max_q: int, max_k: int) -> None:
 
 
 def _call(
-    tensors: Tensors, max_q: int, max_k: int, causal: bool, softmax_scale: float | None, window: tuple[int, int],
-    softcap: float, layout: str, need_lse: bool, impl: str, dropout_p: float, deterministic: bool,
-    dropout_seed: int | Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    given: tuple[Any, ...], settings: tuple[Any, ...], deterministic: bool, dropout_seed: int | Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """Straight to the kernel where nothing watches, and with autograd alone by a function of its own, which costs the
-    CPU a third of the registered op; through that under compile, transforms and modes."""
+    CPU a third of the registered op; through that under compile, transforms and modes.
+
+    `given` are the fields of `Tensors`; `settings` those of `_problem` up to `need_lse`, with impl and dropout_p."""
+    window, dropout_p = settings[4], settings[9]
     if isinstance(window, list):
         window = tuple(window)
+        settings = (*settings[:4], window, *settings[5:])
     check_flag("deterministic", deterministic)
-    settings = (max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, dropout_p)
-    eager = isinstance(window, tuple) and not is_compiling()
+    eager = isinstance(window, tuple) and len(window) == 2 and not is_compiling()
     plain = eager and dropout_seed is None and not dropout_p and not any_autocast()
-    run = _plans.ready(tensors, _settings(*settings)) if plain else None
+    run = _plans.ready(given, _settings(settings)) if plain else None
     if run is not None:
-        return run(tensors)
+        return run(given)
+    tensors = Tensors(*given)
     device = tensors.q.device.type if isinstance(tensors.q, Tensor) else ""
     if (dropout_p != 0 or dropout_seed is not None) and device:
         check_dropout(dropout_p, dropout_seed, tensors.q)
@@ -353,20 +356,21 @@ def _call(
             tensors = tensors._replace(dropout_seed=seed_tensor(dropout_seed, tensors.q.device))
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):
-            return _call(_autocast(tensors, device), *settings, deterministic, tensors.dropout_seed)
+            return _call(_autocast(tensors, device), settings, deterministic, tensors.dropout_seed)
     if eager and not plain:
-        run = _plans.ready(tensors, _settings(*settings))
+        run = _plans.ready(tensors, _settings(settings))
         if run is not None:
             return run(tensors)
-    _problem(tensors, *settings[:8], dropout_p=dropout_p)  # the errors of eager
+    max_q, max_k, causal, softmax_scale, _, softcap, layout, need_lse, impl, _ = settings
+    # the errors of eager
+    _problem(tensors, max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, dropout_p)
     scale = tensors.q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     keep = need_lse or (_fusable(device, impl) and _tracked(tensors))
     op: Any = Attended.apply if followed_only(tensors) else attention_op
-    found: tuple[Tensor, Tensor] = op(
+    return op(
         *tensors[:12], max_q, max_k, causal, scale, window[0], window[1], softcap, layout, keep, impl,
         tensors.dropout_seed, dropout_p, deterministic,
     )  # fmt: skip
-    return found
 
 
 def _tracked(tensors: Tensors) -> bool:
@@ -403,7 +407,7 @@ def attend(
     )  # fmt: skip
     window = (window_left, window_right)
     settings = (max_seqlen_q, max_seqlen_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, dropout_p)
-    out, lse = _plans.find(tensors, _settings(*settings))(tensors)
+    out, lse = _plans.find(tensors, _settings(settings))(tensors)
     return out, q.new_empty(0, dtype=lse_dtype(q)) if lse is None or not need_lse else lse
 
 

@@ -27,8 +27,9 @@ class HopperLaunch:
     """What the Hopper kernel makes of one problem."""
 
     variant: Variant
-    splits: int  # parts of the keys
     tiles: int  # of a ragged batch at most as many: the lengths are on the device
+    cut: int  # of them, along their keys,
+    shares: int  # and the blocks that share those
     waves: float  # tiles of each multiprocessor
     seconds: float  # predicted
 
@@ -146,8 +147,9 @@ def explain(op: str, *tensors: Any, gpu: str | Gpu | None = None, **arguments: A
 
 def _launch(problem: AttentionProblem, gpu: Gpu) -> HopperLaunch:
     choice = hopper_tiles.choose(problem, gpu.sms, override())
-    count = hopper_tiles.query_tiles(problem, choice.variant.tile, choice.variant.pack) * choice.splits
-    return HopperLaunch(choice.variant, choice.splits, count, count / gpu.sms, cost.seconds(problem, choice, gpu))
+    size = choice.variant.tile.cluster
+    count, cut, shares = (size * n for n in (choice.tiles, choice.cut, choice.shares))
+    return HopperLaunch(choice.variant, count, cut, shares, count / gpu.sms, cost.seconds(problem, choice, gpu))
 
 
 def _title(p: AttentionProblem) -> str:
@@ -172,7 +174,8 @@ def _lines(launch: HopperLaunch, problem: AttentionProblem) -> list[str]:
     flags += [f"Q in {tile.q_stages} stages"] if tile.q_stages > 1 else []
     flags += [f"{tile.cluster} blocks share their loads"] if tile.cluster > 1 else []
     heads = f"{pack} query heads share a row block" if pack > 1 else "one query head a row block"
-    parts = f"keys split into {launch.splits} parts" if launch.splits > 1 else "keys not split"
+    which = "all" if launch.cut == launch.tiles else f"the last {launch.cut}"
+    parts = f"{which} tiles cut by keys for {launch.shares} blocks" if launch.cut else "no tile cut by keys"
     dim, dim_v = problem.head_dim, problem.head_dim_v
     qk, pv = launch.computed
     most = "at most " if problem.varlen else ""

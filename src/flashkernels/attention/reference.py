@@ -6,6 +6,7 @@ It computes in fp32 (fp64 for fp64 inputs) and holds the whole score matrix.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +24,10 @@ def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
 
 
 def forward(
-    problem: AttentionProblem, tensors: Tensors, softmax_scale: float, softcap: float
+    problem: AttentionProblem, given: tuple[Any, ...], softmax_scale: float, softcap: float
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of (B, S, H, D) tensors, or with `cu_seqlens` of ragged (total, H, D) ones, sequence by sequence."""
+    tensors = Tensors(*given)
     q, k, v = dequantised(tensors)
     alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k, block_table = tensors[3:9]
     left, right = problem.band

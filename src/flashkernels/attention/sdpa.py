@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +49,7 @@ def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
 
 
 def forward(
-    problem: AttentionProblem, tensors: Tensors, softmax_scale: float, softcap: float
+    problem: AttentionProblem, tensors: tuple[Any, ...], softmax_scale: float, softcap: float
 ) -> tuple[Tensor, Tensor | None]:
     q, k, v = (x.transpose(1, 2) for x in tensors[:3])
     clean = v
@@ -59,7 +60,7 @@ def forward(
     )
     if clean is not v:
         out = out + _causal_poison(v).repeat_interleave(problem.heads // problem.kv_heads, 1)
-    return laid_out(problem, tensors.q, out.transpose(1, 2)), None
+    return laid_out(problem, tensors[0], out.transpose(1, 2)), None
 
 
 def _causal_poison(v: Tensor) -> Tensor:

@@ -40,8 +40,8 @@ def _apart(call: Linear) -> Run:
     after = call._replace(normed=False, eps=0.0, rounded=False, impl="auto")
 
     def run(x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None) -> Product:
-        normed = normalise((x, norm_weight, None, None), before)
-        found = multiply((normed.out, None, weight, bias), after)
-        return Product(found[0], found[1], normed.rstd)
+        normed, _, _, _, rstd = normalise((x, norm_weight, None, None), before)
+        out, pre, _ = multiply((normed, None, weight, bias), after)
+        return Product(out, pre, rstd)
 
     return run

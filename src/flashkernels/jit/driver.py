@@ -19,6 +19,7 @@ DTYPES = {"fp8": 0, "fp16": 6, "fp32": 7, "bf16": 9}  # CUtensorMapDataType; FP8
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # CUtensorMapSwizzle
 PROMOTE_256 = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
+MOST_KEPT = 128
 
 Start = Callable[[int, int], None]  # of so many blocks, on this stream
 
@@ -32,8 +33,8 @@ class Library:
         self.loaded: c_void_p | None = None
         self.allowed: dict[tuple[str, int], int] = {}  # dynamic shared memory, by kernel and device
 
-    def kernel(self, name: str, shared: int) -> Kernel:
-        return Kernel(self, name, shared)
+    def kernel(self, name: str, shared: int, early: bool = False) -> Kernel:
+        return Kernel(self, name, shared, early)
 
     def handle(self, name: str) -> c_void_p:
         """The driver's CUkernel."""
@@ -161,6 +162,16 @@ def tensor_map(
             "2**32, strides below 2**40, box sizes at most 256; the innermost box size is a multiple of 16 bytes, and "
             "no more bytes than the swizzle where there is one"
         ) from None
+
+
+class Kept(dict[tuple[int, ...], bytes]):
+    """Maps of one signature by the addresses of its tensors, at most MOST_KEPT: the layers of a model take turns, step
+    after step, and `tensor_map` needs 5 µs to find one that it has made."""
+
+    def __setitem__(self, addresses: tuple[int, ...], maps: bytes) -> None:
+        if len(self) >= MOST_KEPT:
+            self.clear()
+        super().__setitem__(addresses, maps)
 
 
 def encoded_map(

@@ -42,8 +42,9 @@ class Launcher:
     def __call__(self, grid: int, device: int | None, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
         """Runs `grid` programs. The kernel takes `tensors` (pointers, descriptors, None) first, then `numbers`, then
         its constants."""
-        if self.direct is not None and device is not None and not _hooked():
-            self.direct(grid, torch._C._cuda_getCurrentRawStream(device), tensors, numbers)
+        direct = self.direct
+        if direct is not None and device is not None and not _hooked():
+            direct.launch(grid, torch._C._cuda_getCurrentRawStream(device), tensors, numbers)
         elif self.compiled is None:
             self._first(grid, device, tensors, numbers)
         else:
@@ -75,7 +76,7 @@ class Launcher:
             self.compiled[(grid, 1, 1)](*arguments, *self.constants.values())
             return
         self.direct = specialised.Parameters(found, tensors, numbers)
-        self.direct(grid, torch._C._cuda_getCurrentRawStream(device), tensors, numbers)
+        self.direct.launch(grid, torch._C._cuda_getCurrentRawStream(device), tensors, numbers)
 
 
 def _hooked() -> bool:

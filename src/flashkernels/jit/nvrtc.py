@@ -127,15 +127,24 @@ class Compiler:
     """One libnvrtc. Raises OSError where there is none at `path`, a file or a name that the system's loader knows."""
 
     def __init__(self, path: str) -> None:
+        self.path = path
+        self.version = named_version(path) or self._version()
+
+    @functools.cached_property
+    def library(self) -> ctypes.CDLL:
+        """Loaded when it is to compile: that takes 0.1 s, which a process with all its kernels on disk is spared."""
         # NVRTC opens its builtins by their bare name when it compiles: have them loaded from the folder it is in.
-        for builtins in Path(path).parent.glob("libnvrtc-builtins.so*") if "/" in path else ():
+        for builtins in Path(self.path).parent.glob("libnvrtc-builtins.so*") if "/" in self.path else ():
             with contextlib.suppress(OSError):
                 ctypes.CDLL(str(builtins))
-        self.path, self.library = path, ctypes.CDLL(path)
-        self.library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        library = ctypes.CDLL(self.path)
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        return library
+
+    def _version(self) -> tuple[int, int]:
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
-        self.version = major.value, minor.value
+        return major.value, minor.value
 
     def targets(self) -> list[int]:
         """The architectures it compiles for, as numbers: 80 for sm_80."""
@@ -176,9 +185,20 @@ class Compiler:
             raise RuntimeError(f"{function}: {self.library.nvrtcGetErrorString(result).decode()}")
 
 
+def named_version(path: str) -> tuple[int, int] | None:
+    """The version of a libnvrtc in a folder, where one file of builtins beside it tells: NVRTC opens its own by a name
+    that ends with that version."""
+    if "/" not in path or not Path(path).exists():
+        return None
+    names = [file.name for file in Path(path).parent.glob("libnvrtc-builtins.so.*")]
+    found = {(int(match[1]), int(match[2])) for name in names if (match := re.fullmatch(r".*\.so\.(\d+)\.(\d+)", name))}
+    fitting = [version for version in found if path.endswith(".so") or f".so.{version[0]}" in path]
+    return fitting[0] if len(fitting) == 1 else None
+
+
 @functools.cache
 def find() -> Compiler:
-    """The first libnvrtc that loads."""
+    """The first libnvrtc that is there."""
     for path in paths():
         with contextlib.suppress(OSError):
             return Compiler(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -12,14 +13,25 @@ from flashkernels.fused.rows import DTYPES, RowProblem, gpu_of, needs_triton, no
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import Plans, Run, unwatched
 from flashkernels.moe import reference
+from flashkernels.moe.hopper import combine_tiles as hopper
 from flashkernels.moe.plan import Plan
 
 # Best first. "auto" takes the first row that does not reject the problem. `torch` is in this file.
 IMPLS = (
+    Impl("hopper", "flashkernels.moe.hopper.combine", rejects=hopper.refuses),
     Impl("triton", "flashkernels.moe.triton.combine", rejects=needs_triton, defers=leaves_the_cpu),
     Impl("torch", "flashkernels.moe.combine"),
 )
+BACKWARD = tuple(impl for impl in IMPLS if impl.name != "hopper")
 NAMES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class CombineProblem(RowProblem):
+    k: int = 1
+    parts: int = 1  # sums over parts of the depth, to be added up
+    out: str = ""
+    regular: bool = True  # contiguous, steps of 16 bytes; shared like y, and weights in fp32
 
 
 class Combine(NamedTuple):
@@ -27,6 +39,7 @@ class Combine(NamedTuple):
 
     out: str  # dtype
     impl: str
+    settled: bool = False  # the kernel ahead, which may still run, has written neither weights nor plan
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,7 +78,7 @@ def combined(y: Tensor, weights: Tensor | None, shared: Tensor | None, plan: Pla
     if unwatched(tensors):
         return forward(tensors, call)
     _check(*tensors)  # the same errors as eager
-    return combine_op(*tensors, *call)
+    return combine_op(*tensors, call.out, call.impl)
 
 
 def _check(y: Tensor, weights: Tensor | None, shared: Tensor | None, permutation: Tensor, inverse: Tensor) -> None:
@@ -80,22 +93,32 @@ def _check(y: Tensor, weights: Tensor | None, shared: Tensor | None, permutation
             raise ValueError(f"{name}.device={other.device} differs from y.device={y.device}")
 
 
-def _problem(y: Tensor, inverse: Tensor) -> RowProblem:
+def combine_problem(
+    y: Tensor, weights: Tensor | None, shared: Tensor | None, inverse: Tensor, call: Combine
+) -> CombineProblem:  # fmt: skip
     moved = (y.numel() + inverse.shape[0] * y.shape[-1]) * y.element_size()
-    return RowProblem("combine", inverse.shape[0], y.shape[-1], DTYPES[y.dtype], y.device.type, moved)
+    regular = weights is None or (weights.dtype == torch.float32 and weights.is_contiguous())
+    for x in (y, shared):
+        if x is not None:
+            regular = regular and x.dtype == y.dtype and x.is_contiguous() and (x.is_meta or x.data_ptr() % 16 == 0)
+    return CombineProblem(
+        "combine", inverse.shape[0], y.shape[-1], DTYPES[y.dtype], y.device.type, moved, "", inverse.shape[1],
+        y.shape[0] if y.dim() == 3 else 1, call.out, regular and inverse.is_contiguous(),
+    )  # fmt: skip
 
 
 def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
     _check(*tensors)
-    y, inverse = tensors[0], tensors[4]
-    problem, gpu = _problem(y, inverse), gpu_of(y)
+    y, weights, shared, _, inverse = tensors
+    problem, gpu = combine_problem(y, weights, shared, inverse, call), gpu_of(y)
     return select(IMPLS, problem, gpu, call.impl).load().combine_plan(problem, gpu, tensors, call)
 
 
 def _plan_backward(tensors: tuple[Any, ...], call: Any) -> Run:
-    y, inverse = tensors[1], tensors[4]
-    problem, gpu = _problem(y, inverse), gpu_of(y)
-    return select(IMPLS, problem, gpu, call.impl).load().backward_plan(problem, gpu, tensors, call)
+    _, y, weights, _, inverse = tensors
+    problem, gpu = combine_problem(y, weights, None, inverse, call), gpu_of(y)
+    impl = "triton" if call.impl == "hopper" else call.impl  # which has no gradients of its own
+    return select(BACKWARD, problem, gpu, impl).load().backward_plan(problem, gpu, tensors, call)
 
 
 forward, _backward = Plans(_plan), Plans(_plan_backward)

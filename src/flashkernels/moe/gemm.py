@@ -11,7 +11,7 @@ from flashkernels.dispatch import Impl, UnsupportedError, lacks_triton, leaves_t
 from flashkernels.fused.linear import lowered
 from flashkernels.fused.rows import DTYPES, check_choice, check_number, gpu_of, nothing
 from flashkernels.hardware import Gpu
-from flashkernels.jit.eager import MOST_PLANS, Plans, Run, unwatched
+from flashkernels.jit.eager import MOST_PLANS, Plans, Run, placed, unwatched
 from flashkernels.moe import reference
 from flashkernels.moe.hopper import gemm_tiles as hopper
 from flashkernels.moe.hopper.gemm_tiles import HopperGemmTile
@@ -25,8 +25,14 @@ from flashkernels.tiling import override
 ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss
 
 
+def needs_rounding(problem: GemmProblem, gpu: Gpu | None) -> str | None:
+    return f"multiplies x in 8 bits, not in {problem.wide}: round_rows makes them" if problem.wide else None
+
+
 def needs_triton(problem: GemmProblem, gpu: Gpu | None) -> str | None:
     if reason := lacks_triton(problem.device, problem.dtype, gpu):
+        return reason
+    if reason := needs_rounding(problem, gpu):
         return reason
     if problem.weights.startswith("fp8") and gpu is not None and not gpu.has_fp8:
         return f"FP8 needs compute capability 8.9, {gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}"
@@ -37,7 +43,7 @@ def needs_triton(problem: GemmProblem, gpu: Gpu | None) -> str | None:
 IMPLS = (
     Impl("hopper", "flashkernels.moe.hopper.gemm", rejects=hopper.refuses, defers=hopper.defers),
     Impl("triton", "flashkernels.moe.triton.gemm", rejects=needs_triton, defers=leaves_the_cpu),
-    Impl("torch", "flashkernels.moe.gemm"),
+    Impl("torch", "flashkernels.moe.gemm", rejects=needs_rounding),
 )
 BACKWARD = (
     Impl("triton", "flashkernels.moe.triton.backward", rejects=needs_triton, defers=leaves_the_cpu),
@@ -130,7 +136,7 @@ def product(
 ) -> Tensor:  # fmt: skip
     """A grouped GEMM; (parts of the depth, R, N) fp32 where it may be split, and is."""
     if call.weights in ROUNDED and x_scale is None:
-        impl = "auto" if call.impl == "hopper" else call.impl  # which does not round
+        impl = "auto" if call.impl == "hopper" else call.impl  # which does not round all
         x, x_scale = round_rows(x, call.weights, impl=impl)
     data, scale = (w.data, w.scale) if isinstance(w, Quantised) else (w, None)
     tensors = (x, data, bias, row_weights, x_scale, scale, *plan[:6])
@@ -172,7 +178,7 @@ def _check(tensors: tuple[Any, ...], call: Gemm) -> None:
     if not call.weights and (x.dtype not in DTYPES or w.dtype != x.dtype):
         allowed = ", ".join(map(str, DTYPES))
         raise TypeError(f"x.dtype={x.dtype} and w.dtype={w.dtype}: expected the same one of {allowed}")
-    if (x_scale is None) == (call.weights in ROUNDED):
+    if (x_scale is None) == (call.weights in ROUNDED) and not _is_wide(x, call):
         raise ValueError(f"x_scale goes with x in 8 bits, for weights in {', '.join(ROUNDED)}, and only with it")
     if call.activation in GATED and w.shape[1] % 2:
         raise ValueError(f"w has shape {tuple(w.shape)}; activation={call.activation!r} needs an even n, gate and up")
@@ -191,10 +197,29 @@ def gemm_problem(tensors: tuple[Any, ...], call: Gemm) -> GemmProblem:
     x, w = tensors[:2]
     small = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
     dtype = small.get(x.dtype) or DTYPES[x.dtype]
+    wide = dtype if _is_wide(x, call) else ""
+    if wide:
+        dtype = "int8" if call.weights == "int8" else "fp8"
     return GemmProblem(
         tensors[8].shape[0], w.shape[0], w.shape[1], call.depth, dtype, x.device.type, call.weights, call.activation,
         call.gather, call.block, call.group, "" if call.out == dtype else call.out, _addressable(x) and _addressable(w),
+        wide,
     )  # fmt: skip
+
+
+def _is_wide(x: Tensor, call: Gemm) -> bool:
+    """Whether x is still to be rounded."""
+    return call.weights in ROUNDED and x.dtype in DTYPES
+
+
+def rounds_itself(problem: GemmProblem, gpu: Gpu | None, call: Gemm) -> bool:
+    """Whether what serves takes x as it is, and rounds rows on the way to their places."""
+    if call.wanted not in ("auto", "hopper") or not hopper.rounds(problem, call.tile):
+        return False
+    try:
+        return select(IMPLS, problem, gpu).name == "hopper"
+    except UnsupportedError:
+        return False
 
 
 def _addressable(x: Tensor) -> bool:
@@ -240,7 +265,7 @@ class Prepared:
             if len(self.known) >= MOST_PLANS:
                 self.known.clear()
             run = self.known[key] = _plan(tensors, call)
-        return run
+        return placed(run, tensors[0].device.index)
 
 
 forward, _backward = Prepared(), Plans(_plan_backward)

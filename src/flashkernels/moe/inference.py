@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from flashkernels.fused.rows import DTYPES
+from flashkernels.fused.rows import DTYPES, gpu_of
 from flashkernels.jit.eager import Plans, Run
 from flashkernels.moe.combine import Combine, forward as combines
-from flashkernels.moe.gemm import ALPHA, LIMIT, Gemm, Tile, forward as products
+from flashkernels.moe.gemm import ALPHA, LIMIT, Gemm, Tile, forward as products, gemm_problem, rounds_itself
 from flashkernels.moe.hopper.route_tiles import HopperRouteTile
 from flashkernels.moe.problem import Epilogue
 from flashkernels.moe.route import call_of, forward as routings
@@ -85,7 +85,7 @@ class Inferred(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What the parts run; where activations stay as they are, there is no rounding."""
+    """What the parts run; where activations stay as they are, or a product rounds them, there is no rounding."""
 
     block: int
     route: Run | None  # None where the routing is given
@@ -152,15 +152,16 @@ def _first(t: Tensors, s: Settings) -> tuple[Inferred, Parts]:
         gemm_calls(s, block, DTYPES[t.x.dtype]), (t.w_gate_up, t.w_down), (t.bias_gate_up, t.bias_down),
         (t.gate_up_scale, t.down_scale), strict=True,
     ):  # fmt: skip
-        scale, rounding = None, None
-        if product.weights in ROUNDED:
+        rounding = None
+        tensors = (y, w, bias, None, None, w_scale, *plan)
+        if product.weights in ROUNDED and not rounds_itself(gemm_problem(tensors, product), gpu_of(y), product):
             rounding = roundings.find((y,), Rounding(product.weights, s.impl))
             y, scale = rounding(y)
-        tensors = (y, w, bias, None, scale, w_scale, *plan)
+            tensors = (y, w, bias, None, scale, w_scale, *plan)
         runs += [rounding, products.find(tensors, product)]
         y = runs[-1](*tensors)
     terms = (y, weights, t.shared, plan[2], plan[3])
-    runs.append(combines.find(terms, Combine(DTYPES[t.x.dtype], s.impl)))
+    runs.append(combines.find(terms, Combine(DTYPES[t.x.dtype], s.impl, settled=True)))
     return Inferred(runs[-1](*terms), logits, routed, block), Parts(block, *runs)
 
 

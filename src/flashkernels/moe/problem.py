@@ -83,6 +83,7 @@ class GemmProblem:
     group: int = 0  # weights of a row that share a scale
     out: str = ""  # dtype of the output, where it is not x's
     addressable: bool = True  # x and w lie as TMA reads them
+    wide: str = ""  # dtype of x before it is rounded, where the product does that itself
 
     @property
     def gated(self) -> bool:

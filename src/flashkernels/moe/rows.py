@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +12,28 @@ from flashkernels.dispatch import Impl, UnsupportedError, leaves_the_cpu, select
 from flashkernels.fused.rows import RowProblem, check_choice, check_rows, gpu_of, needs_triton, row_problem
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import Plans, Run, unwatched
+from flashkernels.moe.hopper import rounding as hopper
 from flashkernels.moe.weights import BLOCK, DTYPES, ROUNDED, rounded_rows
 
 # Best first. "auto" takes the first row that does not reject the problem. `torch` is in this file.
 IMPLS = (
+    Impl("hopper", "flashkernels.moe.hopper.rows", rejects=hopper.refuses, defers=hopper.defers),
     Impl("triton", "flashkernels.moe.triton.rows", rejects=needs_triton, defers=leaves_the_cpu),
     Impl("torch", "flashkernels.moe.rows"),
 )
+
+
+@dataclass(frozen=True)
+class RoundingProblem(RowProblem):
+    by_block: bool = False  # a scale for 128 numbers, not for a row
+    aligned: bool = True  # rows of x lie in steps of 16 bytes
+
+
+def rounding_problem(x: Tensor, format: str) -> RoundingProblem:
+    plain = row_problem("rounding", x, 1.5, "int8" if format == "int8" else "fp8")
+    step = x.stride(0) * x.element_size()
+    aligned = x.stride(1) == 1 and step % 16 == 0 and (x.is_meta or x.data_ptr() % 16 == 0)
+    return RoundingProblem(**vars(plain), by_block=format == "fp8_block", aligned=aligned)
 
 
 class Rounding(NamedTuple):
@@ -48,7 +64,7 @@ def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
     check_rows("x", x)
     if x.dim() != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}; expected (rows, columns)")
-    problem, gpu = row_problem("rounding", x, 1.5, "int8" if call.format == "int8" else "fp8"), gpu_of(x)
+    problem, gpu = rounding_problem(x, call.format), gpu_of(x)
     return select(IMPLS, problem, gpu, call.impl).load().rounding_plan(problem, gpu, tensors, call)
 
 

@@ -32,11 +32,13 @@ def seconds(problem: AttentionProblem, choice: Choice, gpu: Gpu, lengths: Sequen
         return LAUNCH
     variant, tile = choice.variant, choice.variant.tile
     walks = [steps for n, m in _sequences(problem, lengths) for steps in _walks(problem, choice, n, m)]
-    copies = problem.heads // variant.pack * choice.splits * (1 if problem.varlen else problem.batch)
-    rounds = len(walks) * copies / (gpu.sms // tile.cluster * tile.cluster)
-    longest, mean = max(walks) / choice.splits, sum(walks) / len(walks) / choice.splits
+    mean, share = sum(walks) / len(walks), choice.cut / choice.shares if choice.cut else 0.0
+    longest = max(walks) * (share if choice.whole == 0 else 1)
     equal = min(walks) == max(walks)
-    whole = ceil(rounds) if equal or rounds < 1 else rounds  # heavy tiles come first: unequal ones fill the last round
+    copies = problem.heads // variant.pack * (1 if problem.varlen else problem.batch)
+    rounds = (len(walks) * copies / tile.cluster - choice.cut) / (gpu.sms // tile.cluster)
+    # heavy tiles come first: unequal ones fill the last round
+    whole = ceil(rounds - 1e-9) if equal or 0 < rounds < 1 else max(0.0, rounds)
 
     depth = 32 if variant.fp8 else 16
     columns = -(-problem.head_dim // depth) * depth + -(-problem.head_dim_v // 8) * 8
@@ -48,9 +50,10 @@ def seconds(problem: AttentionProblem, choice: Choice, gpu: Gpu, lengths: Sequen
         exponentials = scores * (2 if problem.softcap else 1) / EXPONENTIALS_A_CYCLE / CLOCK
         step = PRODUCTS * products + (EXPOSED_FP8 if variant.fp8 else EXPOSED[tile.groups]) * exponentials
     ends = TILE + TILE_COLUMNS * tile.groups * problem.head_dim_v / 64
-    compute = max(whole * mean, longest) * step + whole * ends + (0 if equal else TAIL * mean * products)
+    compute = max((whole + share) * mean, longest) * step + (whole + ceil(share)) * ends
+    compute += 0 if equal else TAIL * mean * min(1.0, whole + share) * products
     memory = problem.bytes() / (REACHED * gpu.bandwidth)
-    return LAUNCH + max(compute, memory) + (COMBINE if choice.splits > 1 else 0)
+    return LAUNCH + max(compute, memory) + (COMBINE if choice.cut else 0)
 
 
 def _sequences(problem: AttentionProblem, lengths: Sequence[int]) -> list[tuple[int, int]]:

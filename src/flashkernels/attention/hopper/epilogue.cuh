@@ -1,4 +1,4 @@
-// From the accumulators of a tile to the output and its log-sum-exp; and the combination of a split tile's parts.
+// From the accumulators of a tile to the output and its log-sum-exp; and the combination of a cut tile's parts.
 #pragma once
 #include "careful.cuh"
 #include "softmax.cuh"
@@ -76,17 +76,22 @@ struct Epilogue {
     note_poisoned(poisoned && lane == 0 && place.exists, list, first_row, w.id);
   }
 
-  // --- split tiles: every part leaves its accumulators; whoever comes last adds them up, in a fixed order
+  // --- cut tiles: every part leaves its accumulators; whoever comes last adds them up, in a fixed order
 
-  // Parts of one warpgroup's rows: [tile, part][group][thread][2 references, 2 sums, accumulators].
+  // Parts of one warpgroup's rows: [part][block of a cluster][group][2 references, 2 sums, accumulators][thread].
   static constexpr int FLOATS = DV / 2 + 4;
 
-  DEVICE float* part_of(int id) const {
-    return p.partial + (((i64)id * GROUPS + group) * FLOATS) * 128 + warp * 32 + lane;
+  DEVICE float* left_by(const Work& w, int id) const {
+    const u32 rows = ((id - p.whole) * CLUSTER + w.block % CLUSTER) * GROUPS + group;
+    return p.partial + (rows * FLOATS * 128 + warp * 32 + lane);
   }
 
+  // Shares that have a part of a tile.
+  struct Shares { int first, last; };
+  DEVICE Shares shares_of(int tile) const { return {tile * p.shares / p.cut, ((tile + 1) * p.shares - 1) / p.cut}; }
+
   DEVICE bool leave(const Work& w, const Softmax& softmax, const float (&o)[DV / 2]) const {
-    float* to = part_of(w.id);
+    float* to = left_by(w, w.id);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       to[r * 128] = softmax.reference[r];
@@ -95,33 +100,39 @@ struct Epilogue {
 #pragma unroll
     for (int i = 0; i < DV / 2; i++) to[(4 + i) * 128] = o[i];
     __threadfence();
-    int* done = p.counters + 2 + w.id / p.splits * GROUPS + group;
+    const int tile = part_of(p, w.id).tile;
+    const Shares shares = shares_of(tile);
+    int* done = p.counters + 2 + (tile * CLUSTER + w.block % CLUSTER) * GROUPS + group;
     named_barrier::sync(4 + group, 128);
     int before = 0;
     if (warp == 0 && lane == 0) {
       before = atomicAdd(done, 1);
-      if (before == p.splits - 1) *done = 0;  // for the next launch
+      if (before == shares.last - shares.first) *done = 0;  // for the next launch
     }
-    return named_barrier::any(4 + group, 128, before == p.splits - 1);
+    return named_barrier::any(4 + group, 128, before == shares.last - shares.first);
   }
 
   DEVICE void combine(const Work& w, Softmax& softmax, float (&o)[DV / 2]) const {
     __threadfence();
-    const int first = w.id / p.splits * p.splits;
+    const int tile = part_of(p, w.id).tile;
+    const Shares shares = shares_of(tile);
+    auto left = [&](int share) -> const volatile float* {
+      return left_by(w, p.whole + 2 * share + (share * p.cut / p.shares < tile));
+    };
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       softmax.reference[r] = UNSEEN;
       softmax.total[r] = 0.f;
     }
-    for (int s = 0; s < p.splits; s++) {
-      const volatile float* from = part_of(first + s);
+    for (int s = shares.first; s <= shares.last; s++) {
+      const volatile float* from = left(s);
 #pragma unroll
       for (int r = 0; r < 2; r++) softmax.reference[r] = fmaxf(softmax.reference[r], from[r * 128]);
     }
 #pragma unroll
     for (int i = 0; i < DV / 2; i++) o[i] = 0.f;
-    for (int s = 0; s < p.splits; s++) {
-      const volatile float* from = part_of(first + s);
+    for (int s = shares.first; s <= shares.last; s++) {
+      const volatile float* from = left(s);
       float factor[2];
 #pragma unroll
       for (int r = 0; r < 2; r++) {

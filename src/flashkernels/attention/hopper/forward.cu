@@ -18,7 +18,7 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int lane) {
   mbarrier::Ring<STAGES> k(1), v(1);
   mbarrier::Ring<Q_STAGES> q(1);
   Mailbox mail(smem, rank == 0 ? 1 : 0);
-  const int tiles = total_tiles(p);
+  const int end = id_of(p, total_tiles(p));
   const bool leader = lane == 0;
   int kv_head;  // of this tile; divided once, not for each key tile: a division takes as long as a load's issue
 
@@ -81,11 +81,11 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int lane) {
     if (K_REST) load_chunk(to + K_CHUNKS * 64 * K_WIDTH, p.q_rest, K_CHUNKS * K_WIDTH / ELEMENT);
   };
 
-  int t = blockIdx.x / CLUSTER;
+  int id = id_of(p, blockIdx.x / CLUSTER);
   while (true) {
     Work w;
     if (rank == 0) {
-      if (t < tiles) w = decode(p, t, lane);
+      if (id < end) w = decode(p, id, lane);
       else w.id = -1;
       mail.put(w, lane);
     } else {
@@ -93,7 +93,7 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int lane) {
     }
     if (w.id < 0) break;
     // Asked for now and looked at after the loads of this tile: the answer takes a microsecond.
-    if (rank == 0 && leader) t = atomicAdd(p.counters, 1) + gridDim.x / CLUSTER;
+    if (rank == 0 && leader && !is_part(p, w.id)) id = id_of(p, atomicAdd(p.counters, 1) + gridDim.x / CLUSTER);
     w.block = w.block * CLUSTER + rank;
     kv_head = w.head / p.group;
     const Keys keys = keys_of(p, w, w.block / CLUSTER * CLUSTER * BLOCK_Q, BLOCK_Q * CLUSTER);
@@ -110,7 +110,8 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int lane) {
       load_v(w, tile);
     }
     load_v(w, tile);
-    t = __shfl_sync(~0u, t, 0);
+    id = __shfl_sync(~0u, id, 0);
+    if (is_part(p, w.id)) id = part_of(p, w.id).last ? end : id + 1;  // there are no more shares than blocks: one each
   }
   if (rank == 0 && leader) leave_counters(p.counters, (int)gridDim.x / CLUSTER);
 }
@@ -370,65 +371,62 @@ struct Consumer {
     if (PINGPONG && group == GROUPS - 1) named_barrier::arrive(1, 256);
     Epilogue epilogue{p, group, warp, lane};
     Work next = mail.get(p, lane);
-    if (next.id < 0) return;
-    begin_tile(next, true);
-    start_first_product();
-    wgmma::wait<0>();
-    keep(s);
-    release_operands(Q_IN_REGISTERS || keys.end - 1 == keys.first);
-    skip_v();
-    first_softmax(even);
-    while (true) {
-      walk_keys(even, odd);
-      next = mail.get(p, lane);
-      const Work done = w;
-      const Softmax last = softmax;
-      float factor[2];
-      if (SPLIT || next.id < 0) {
-        await_v();
-        issue_pv(even);
-        if (!SPLIT) epilogue.normalise(done, last, factor);
-        wgmma::wait<0>();
-        keep(even);
-        keep(o);
-        release_v();
-        if (SPLIT) {
-          if (epilogue.leave(done, last, o)) {
-            epilogue.combine(done, softmax, o);
-            epilogue.normalise(done, softmax, factor);
-            const bool again = epilogue.poisoned(o);
-            epilogue.round(o, factor);
-            epilogue.store(done);
-            if (again) careful_rows(p, done, group, warp, lane);
-          }
-        } else {
-          const bool again = epilogue.poisoned(o);
-          epilogue.round(o, factor);
-          epilogue.store(done);
-          epilogue.note(again, noted, done);
-        }
-        break;
-      }
-      // The last P·V of this tile, then the first Q·Kᵀ of the next one, and the epilogue while that runs. (No branch
-      // may come between the product and its wait, so the last tile above has its own copy of these lines.)
-      await_v();
-      issue_pv(even);
-      begin_tile(next, false);
+    for (bool first = true; next.id >= 0; first = false) {  // once, or again behind a part of a tile
+      begin_tile(next, first);
       start_first_product();
-      epilogue.normalise(done, last, factor);
-      wgmma::wait<1>();
-      keep(even);
-      keep(o);
-      const bool again = epilogue.poisoned(o);
-      epilogue.round(o, factor);
-      release_v();
-      epilogue.store(done);
-      epilogue.note(again, noted, done);
       wgmma::wait<0>();
       keep(s);
       release_operands(Q_IN_REGISTERS || keys.end - 1 == keys.first);
       skip_v();
       first_softmax(even);
+      while (true) {
+        walk_keys(even, odd);
+        next = mail.get(p, lane);
+        const Work done = w;
+        const Softmax last = softmax;
+        float factor[2];
+        if (next.id < 0 || is_part(p, done.id)) {
+          await_v();
+          issue_pv(even);
+          if (!SPLIT) epilogue.normalise(done, last, factor);
+          wgmma::wait<0>();
+          keep(even);
+          keep(o);
+          release_v();
+          if (is_part(p, done.id)) {
+            if (!broadcast(epilogue.leave(done, last, o))) break;
+            epilogue.combine(done, softmax, o);
+          }
+          if (SPLIT) epilogue.normalise(done, softmax, factor);
+          const bool again = epilogue.poisoned(o);
+          epilogue.round(o, factor);
+          epilogue.store(done);
+          if (SPLIT && again) careful_rows(p, done, group, warp, lane);
+          epilogue.note(again, noted, done);
+          break;
+        }
+        // The last P·V of this tile, then the first Q·Kᵀ of the next one, and the epilogue while that runs. (No branch
+        // may come between the product and its wait, so the last tile above has its own copy of these lines.)
+        await_v();
+        issue_pv(even);
+        begin_tile(next, false);
+        start_first_product();
+        epilogue.normalise(done, last, factor);
+        wgmma::wait<1>();
+        keep(even);
+        keep(o);
+        const bool again = epilogue.poisoned(o);
+        epilogue.round(o, factor);
+        release_v();
+        epilogue.store(done);
+        epilogue.note(again, noted, done);
+        wgmma::wait<0>();
+        keep(s);
+        release_operands(Q_IN_REGISTERS || keys.end - 1 == keys.first);
+        skip_v();
+        first_softmax(even);
+      }
+      if (!SPLIT) break;
     }
     if ((BAND || RAGGED) && !SPLIT) make_noted_again(p, noted, group, warp, lane);
   }

@@ -42,8 +42,8 @@ class Params(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("q_blocks", "k_blocks", "values_row")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
         *((name, ctypes.c_int) for name in (
-            "batch", "heads", "group", "seq_q", "seq_k", "left", "right", "blocks", "tiles", "section", "splits",
-            "page_size", "max_pages",
+            "batch", "heads", "group", "seq_q", "seq_k", "left", "right", "blocks", "tiles", "section", "whole",
+            "cut", "shares", "page_size", "max_pages",
         )),
     )  # fmt: skip
 
@@ -61,16 +61,16 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
     device = tensors.q.device.index
     code = library(variant)
     params = described(problem, choice, tensors)
-    most = tiles.query_tiles(problem, tile, variant.pack) if problem.varlen else params.tiles
-    grid = (most if variant.split else min(gpu.sms // tile.cluster, most)) * tile.cluster
-    parts = most * tile.groups * 128 * (problem.head_dim_v // 2 + 4) if variant.split else 0  # floats: epilogue.cuh
-    maps = Maps(problem, variant)
+    grid = min(gpu.sms // tile.cluster, params.tiles) * tile.cluster
+    # floats that a cut tile's parts leave, two parts for each share: epilogue.cuh
+    parts = 2 * choice.shares * tile.cluster * tile.groups * 128 * (problem.head_dim_v // 2 + 4)
+    maps, known = Maps(problem, variant), driver.Kept()
     # One block of parameters for all calls of this signature: what changes is written into it before each launch.
     buffer = ctypes.create_string_buffer(ctypes.sizeof(Params) + 64)
     offset = -ctypes.addressof(buffer) % 64
     address = ctypes.addressof(buffer) + offset
-    block = Params.from_buffer(buffer, offset)
     ctypes.memmove(address, ctypes.addressof(params), ctypes.sizeof(Params))
+    write_maps = functools.partial(MAPS.pack_into, buffer, offset)
     write_common = functools.partial(COMMON.pack_into, buffer, offset + Params.out.offset)
     write_data = functools.partial(COMMON.pack_into, buffer, offset + Params.q_data.offset)
     write_special = functools.partial(SPECIAL.pack_into, buffer, offset + Params.slopes.offset)
@@ -83,11 +83,11 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
     logs = room(lse_shape(tensors.q), torch.float32, tensors.q.device) if problem.need_lse else None
     lock = threading.Lock()
     mapped, scaled = (0, 0, 0, 0), (0.0, 0.0)  # what the block has
-    plain = not (problem.alibi or problem.sinks or problem.varlen or variant.split or variant.fp8)
+    plain = not (problem.alibi or problem.sinks or problem.varlen or parts or variant.fp8)
     order_blocks = -(-problem.batch // 128) if problem.varlen else 0
     value_blocks = problem.batch * problem.kv_heads * -(-problem.head_dim_v // 64) * params.values_row // 128
 
-    def run(tensors: Tensors, softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
+    def run(tensors: tuple[Any, ...], softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
         """With the tensors' device as the current one."""
         nonlocal mapped, scaled
         q, k, v = tensors[:3]
@@ -99,9 +99,13 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
         # (V as well as V transposed: a new V may meet the same room for it.)
         pointers = q.data_ptr(), k.data_ptr(), v.data_ptr(), turned.data_ptr()
         scales = softmax_scale, softcap
-        with lock:
+        lock.acquire()  # `with` takes twice the time
+        try:
             if mapped != pointers:
-                maps.fill(block, q, k, turned)
+                found = known.get(pointers)
+                if found is None:
+                    found = known[pointers] = maps.of(q, k, turned)
+                write_maps(found)
                 write_data(*pointers[:3])
                 mapped = pointers
             write_common(out.data_ptr(), 0 if lse is None else lse.data_ptr(), count)
@@ -115,9 +119,11 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
             if turn:
                 turn(value_blocks, stream)
             forward(grid, stream)
+        finally:
+            lock.release()
         return out, lse
 
-    def special_tensors(tensors: Tensors) -> tuple[Any, ...]:
+    def special_tensors(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         """What SPECIAL holds, in its order; made afresh for each call where it is not an argument."""
         q, _, v, slopes, sinks, _, cu_q, cu_k, table, *scales = tensors[:12]
         ordered = q.new_empty(2 * problem.batch + 1, dtype=torch.int32) if problem.varlen else None
@@ -133,8 +139,10 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
     return run
 
 
-# Parts of Params: from `out` to `counters` and from `q_data` to `v_data`, from `slopes` to `values`, both scales.
-COMMON, SPECIAL, SCALES = struct.Struct("3Q"), struct.Struct("11Q"), struct.Struct("2f")
+# Parts of Params: from `q` to `v`, from `out` to `counters` and from `q_data` to `v_data`, from `slopes` to `values`,
+# both scales.
+MAPS, COMMON, SPECIAL = struct.Struct(f"{5 * driver.MAP_BYTES}s"), struct.Struct("3Q"), struct.Struct("11Q")
+SCALES = struct.Struct("2f")
 
 
 def _blocks(scale: Tensor | None) -> int:
@@ -169,19 +177,20 @@ def described(problem: AttentionProblem, choice: tiles.Choice, tensors: Tensors)
         values_row=-(-problem.seq_k // 128) * 128 if variant.fp8 else 0,
         batch=problem.batch, heads=heads, group=problem.heads // problem.kv_heads // pack,
         seq_q=problem.seq_q, seq_k=problem.seq_k, left=left, right=right, blocks=blocks,
-        tiles=blocks * problem.batch * heads * choice.splits,
-        section=max(1, -(-problem.batch * heads // sections)), splits=choice.splits,
+        tiles=choice.whole + choice.shares, section=max(1, -(-problem.batch * heads // sections)),
+        whole=choice.whole, cut=choice.cut, shares=choice.shares,
         page_size=problem.page_size, max_pages=0 if tensors.block_table is None else tensors.block_table.shape[1],
     )  # fmt: skip
 
 
 class Maps:
-    """The tensor maps of a signature; the driver's cache keeps those of each address."""
+    """The tensor maps of a signature."""
 
     def __init__(self, problem: AttentionProblem, variant: Variant) -> None:
         self.problem, self.variant = problem, variant
 
-    def fill(self, block: Params, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def of(self, q: Tensor, k: Tensor, v: Tensor) -> bytes:
+        """Those that `Params` starts with, of these tensors."""
         variant = self.variant
         k_width, _, k_rest, v_width, _ = variant.chunks
         rows = v_rows = variant.tile.block_n // variant.tile.cluster
@@ -189,14 +198,14 @@ class Maps:
             rows = v_rows = tiles.page_rows(variant.tile.block_n)
         elif variant.wide:
             rows, v_rows = wide_source.box_rows(variant)
-        block.q = self.queries(q, k_width)
-        block.k = self.keys(k, k_width, rows)
-        block.v = self.turned(v, v_width) if variant.fp8 else self.keys(v, v_width, v_rows)
-        if k_rest:
-            block.q_rest = self.queries(q, k_rest)
-            block.k_rest = self.keys(k, k_rest, rows)
+        none = bytes(driver.MAP_BYTES)
+        return b"".join((
+            self.queries(q, k_width), self.queries(q, k_rest) if k_rest else none,
+            self.keys(k, k_width, rows), self.keys(k, k_rest, rows) if k_rest else none,
+            self.turned(v, v_width) if variant.fp8 else self.keys(v, v_width, v_rows),
+        ))  # fmt: skip
 
-    def queries(self, x: Tensor, width: int) -> Any:
+    def queries(self, x: Tensor, width: int) -> bytes:
         """(column, head of a pack, query, pack, batch): the rows of a box are the heads of 64 / pack queries."""
         batch, seq, heads, dim = (1, *x.shape)[-4:]
         pack = self.variant.pack
@@ -207,25 +216,24 @@ class Maps:
         strides = (steps[2], steps[1], steps[2] * pack, steps[0])
         return self.encoded(x, sizes, strides, (width // x.element_size(), pack, 64 // pack, 1, 1))
 
-    def keys(self, x: Tensor, width: int, rows: int) -> Any:
+    def keys(self, x: Tensor, width: int, rows: int) -> bytes:
         """(column, key, head, batch), or a page in the place of the batch. `width` is in bytes."""
         batch, seq, heads, dim = (1, *x.shape)[-4:]
         steps = spaced(x)
         columns = width // x.element_size()
         return self.encoded(x, (dim, seq, heads, batch), (steps[1], steps[2], steps[0]), (columns, rows, 1, 1))
 
-    def turned(self, x: Tensor, width: int) -> Any:
+    def turned(self, x: Tensor, width: int) -> bytes:
         """(key, column, head, batch) of V transposed, (B, H_kv, D_v, keys)."""
         batch, heads, dim, keys = x.shape
         strides = (keys, keys * dim, keys * dim * heads)
         return self.encoded(x, (keys, dim, heads, batch), strides, (width, dim, 1, 1))
 
-    def encoded(self, x: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Any:
+    def encoded(self, x: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
         # A box may be larger than the tensor: what lies outside arrives as zeros.
         size = x.element_size()
         in_bytes = tuple(step * size for step in strides)
-        encoded = driver.tensor_map(x.data_ptr(), self.problem.dtype, sizes, in_bytes, box, box[0] * size)
-        return (ctypes.c_uint64 * 16).from_buffer_copy(encoded)
+        return driver.tensor_map(x.data_ptr(), self.problem.dtype, sizes, in_bytes, box, box[0] * size)
 
 
 def spaced(x: Tensor) -> list[int]:

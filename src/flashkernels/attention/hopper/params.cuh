@@ -15,7 +15,7 @@ struct Params {
   const int *cu_q, *cu_k;                   // ragged batch,
   int* order;                               // first tile of each sequence, longest first, and which sequence that is
   const int* pages;                         // block table of a paged cache
-  float* partial;                           // split: unnormalised outputs, reference maxima and sums
+  float* partial;                           // cut tiles: unnormalised outputs, reference maxima and sums
   const float *q_scale, *k_scale, *v_scale; // FP8,
   unsigned char* values;                    // whose V is transposed first
   Strides q_strides, k_strides, v_strides, out_strides;
@@ -26,8 +26,8 @@ struct Params {
   int batch, heads, group;  // heads: of q, in packs of PACK; group: packs that share a key head
   int seq_q, seq_k;
   int left, right;  // window
-  int blocks, tiles, section;  // query blocks of a head, all tiles, heads that are worked on side by side
-  int splits;
+  int blocks, tiles, section;  // query blocks of a head, what blocks draw, heads that are worked on side by side
+  int whole, cut, shares;  // tiles of one block each; tiles that are cut along their keys, and blocks that share them
   int page_size, max_pages;
 };
 

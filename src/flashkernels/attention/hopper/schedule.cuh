@@ -4,12 +4,31 @@
 #include "params.cuh"
 #include "work.cuh"
 
-// Tile t. Heavy tiles come first, so that no block is left with a long one at the end; heads are taken in sections
-// whose keys and values fit the L2 together. All lanes of a warp call this together.
-DEVICE Work decode(const Params& p, int t, int lane) {
+// The last p.cut tiles are cut along their keys, so that they fill the machine too: p.shares blocks take an equal share
+// each, as their last work. A share may end in the tile behind the one it begins in; it then has two parts.
+struct Part {
+  int tile;      // behind the whole ones
+  int from, to;  // of its keys, in parts of p.shares
+  bool last;     // of its share
+};
+
+// What blocks draw are whole tiles, then shares. A share has two ids, one for each part.
+DEVICE bool is_part(const Params& p, int id) { return SPLIT && id >= p.whole; }
+DEVICE int id_of(const Params& p, int drawn) { return is_part(p, drawn) ? 2 * drawn - p.whole : drawn; }
+
+DEVICE Part part_of(const Params& p, int id) {
+  const int shares = p.shares, share = (id - p.whole) >> 1, tile = share * p.cut / shares;
+  const int from = share * p.cut - tile * shares, to = from + p.cut;
+  if ((id - p.whole) & 1) return {tile + 1, 0, to - shares, true};
+  return {tile, from, min(to, shares), to <= shares};
+}
+
+// The tile of an id. Heavy tiles come first, so that no block is left with a long one at the end; heads are taken in
+// sections whose keys and values fit the L2 together. All lanes of a warp call this together.
+DEVICE Work decode(const Params& p, int id, int lane) {
   Work w;
-  w.id = t;
-  if (SPLIT) t /= p.splits;
+  w.id = id;
+  const int t = is_part(p, id) ? p.whole + part_of(p, id).tile : id;
   w.q_row = w.k_row = 0;
   w.seq_q = p.seq_q;
   w.seq_k = p.seq_k;
@@ -53,10 +72,11 @@ DEVICE Keys keys_of(const Params& p, const Work& w, int query, int count) {
   int first = 0, end = all;
   if (RIGHT) end = min(end, ceil_div(max(0, last + shift + p.right + 1), BLOCK_N));
   if (LEFT) first = max(0, query + shift - p.left) / BLOCK_N;
-  if (SPLIT) {
-    const int part = w.id % p.splits, n = max(0, end - first);
-    end = first + n * (part + 1) / p.splits;
-    first += n * part / p.splits;
+  if (is_part(p, w.id)) {
+    const Part part = part_of(p, w.id);
+    const int n = max(0, end - first);
+    end = first + n * part.to / p.shares;
+    first += n * part.from / p.shares;
   }
   const bool none = end <= first;
   first = max(0, min(first, all - 1));

@@ -1,4 +1,4 @@
-"""Which tile the Hopper kernel takes for a problem, whether it packs query heads, and whether it splits the keys."""
+"""Which tile the Hopper kernel takes for a problem, whether it packs query heads, and which tiles it cuts by keys."""
 
 from __future__ import annotations
 
@@ -11,17 +11,24 @@ from flashkernels.attention.problem import AttentionProblem
 from flashkernels.tiling import TilingError
 
 SHARED_LIMIT = 232448  # bytes a block may have on sm_90
-MOST_SPLITS = 32  # the last part reads what all the others left
-KEYS_OF_A_PART = 1024  # at least: combining costs about as much as walking so many (2 to 3 µs: H200, 2026-11-15)
-SPLIT_TILES = 500  # counters that a launch has for split tiles
+MOST_PARTS = 32  # of a tile; the last one reads what all the others left
+KEYS_OF_A_PART = 1024  # at least: combining takes 2 to 3 µs (H200, 2026-11-15)
+KEYS_SAVED = 512  # at least, that a block need not walk when tiles are cut
+CUT_TILES = 500  # counters that a launch has for the warpgroups of cut tiles
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The variant to compile and the number of parts its keys are split into."""
+    """The variant to compile, and how its tiles (of clusters, where there are any) are spread over the machine."""
 
     variant: Variant
-    splits: int
+    whole: int  # tiles that one block makes; of a ragged batch at most so many
+    cut: int = 0  # tiles that are cut along their keys,
+    shares: int = 0  # and blocks that share them evenly
+
+    @property
+    def tiles(self) -> int:
+        return self.whole + self.cut
 
 
 def choose(problem: AttentionProblem, multiprocessors: int, forced: object = None) -> Choice:
@@ -30,7 +37,8 @@ def choose(problem: AttentionProblem, multiprocessors: int, forced: object = Non
     `forced` is what `use_tile` asks for: a HopperTile, or "register" for one that keeps Q in registers.
     """
     if max(problem.head_dim, problem.head_dim_v) > 256:
-        return Choice(variant_of(problem, wide_tile(problem, SHARED_LIMIT, forced), 1), 1)
+        tile = wide_tile(problem, SHARED_LIMIT, forced)
+        return Choice(variant_of(problem, tile, 1), query_tiles(problem, tile, 1))
     band = problem.band != (-1, -1)
     if problem.dtype == "fp8":
         tile = fp8_tile(max(problem.head_dim, problem.head_dim_v), band)
@@ -44,8 +52,9 @@ def choose(problem: AttentionProblem, multiprocessors: int, forced: object = Non
         raise TilingError(f"use_tile asks for {getattr(forced, 'name', forced)}, which the Hopper kernel does not have")
     # Beyond four rounds of tiles the last, unfilled one no longer matters (the scaling grid: H200, 2026-11-15).
     if not isinstance(forced, HopperTile):
-        if query_tiles(problem, tile, 1) < 4 * multiprocessors:
-            tile = fitted(replace(tile, cluster=1), problem, multiprocessors)
+        alone = replace(tile, cluster=1)
+        if query_tiles(problem, alone, 1) < 4 * multiprocessors:
+            tile = fitted(alone, problem, multiprocessors)
         elif tile.groups == 3 and problem.dtype != "fp8" and too_many_rows(problem):
             tile = replace(tile, groups=2, block_n=128, stages=3, cluster=1, q_in_registers=True, q_stages=1)
     pack = packs(problem, tile)
@@ -54,8 +63,9 @@ def choose(problem: AttentionProblem, multiprocessors: int, forced: object = Non
     variant = variant_of(problem, tile, pack)
     if variant.shared > SHARED_LIMIT:
         raise TilingError(f"{tile.name} at head_dim={problem.head_dim} takes {variant.shared} bytes of shared memory")
-    splits = split_count(problem, tile, pack, multiprocessors)
-    return Choice(replace(variant, split=splits > 1), splits)
+    whole, cut, shares = shared_out(problem, tile, pack, multiprocessors)
+    # Which tiles are cut depends on all sizes, so dense attention without a band always can: no second program for it.
+    return Choice(replace(variant, split=cut > 0 or not (band or problem.varlen)), whole, cut, shares)
 
 
 def checked(tile: HopperTile, fp8: bool) -> HopperTile:
@@ -83,13 +93,13 @@ MEASURED = {
     48: (_T(3, 96, 4, pingpong=True, q_in_registers=True, wide_v=True, cluster=2),
          _T(3, 96, 3, pingpong=True, q_in_registers=True, wide_v=True)),
     56: (_T(3, 96, 4, wide_v=True, wide_k=True, q_stages=2), _T(3, 96, 3, pingpong=True, wide_v=True)),
-    64: (_T(3, 96, 3, pingpong=True, q_stages=2), _T(3, 96, 3, pingpong=True, q_stages=2)),
-    72: (_T(3, 96, 4, pingpong=True, wide_v=True, q_stages=2, cluster=2), _T(3, 96, 4, pingpong=True, wide_v=True)),
-    80: (_T(3, 80, 4, pingpong=True, wide_v=True), _T(2, 160, 3, pingpong=True, wide_v=True)),
+    64: (_T(3, 96, 3, pingpong=True), _T(3, 96, 3, pingpong=True, q_stages=2)),
+    72: (_T(3, 96, 4, pingpong=True, wide_v=True, cluster=2), _T(3, 96, 4, pingpong=True, wide_v=True)),
+    80: (_T(3, 80, 4, pingpong=True, wide_v=True, q_stages=2), _T(2, 160, 3, pingpong=True, wide_v=True)),
     88: (_T(3, 80, 4, pingpong=True, wide_v=True, q_stages=2), _T(3, 80, 4, pingpong=True, wide_v=True)),
     96: (_T(3, 80, 3, pingpong=True, wide_v=True), _T(2, 128, 3, pingpong=True, q_in_registers=True)),
     104: (_T(3, 80, 4, wide_v=True), _T(3, 80, 3, pingpong=True, wide_v=True, wide_k=True)),
-    112: (_T(3, 64, 3, pingpong=True, wide_v=True, wide_k=True, q_stages=2),
+    112: (_T(3, 64, 3, pingpong=True, wide_v=True, wide_k=True),
           _T(2, 128, 3, pingpong=True, q_in_registers=True, wide_v=True, wide_k=True)),
     120: (_T(2, 112, 3, q_in_registers=True, wide_v=True, cluster=2), _T(2, 128, 3, pingpong=True, wide_v=True)),
     128: (_T(2, 128, 3, pingpong=True, cluster=2), _T(2, 128, 3, pingpong=True)),
@@ -139,8 +149,11 @@ def fitted(tile: HopperTile, problem: AttentionProblem, multiprocessors: int) ->
     options = [tile, *(replace(fewer, groups=n, pingpong=n > 1) for n in range(tile.groups - 1, 0, -1))]
 
     def rounds(option: HopperTile) -> float:
-        tiles = query_tiles(problem, option, packs(problem, option))
-        waves = tiles / multiprocessors if tiles > 8 * multiprocessors else -(-tiles // multiprocessors)
+        pack = packs(problem, option)
+        whole, cut, shares = shared_out(problem, option, pack, multiprocessors)
+        waves = whole / multiprocessors if cut or whole > 8 * multiprocessors else -(-whole // multiprocessors)
+        if cut:
+            waves += cut / shares + KEYS_SAVED / problem.seq_k  # at most what combining takes
         return waves * option.groups / SHARE_BUSY[option.groups]
 
     return min(options, key=rounds)
@@ -155,21 +168,29 @@ def packs(problem: AttentionProblem, tile: HopperTile) -> int:
 
 def query_tiles(problem: AttentionProblem, tile: HopperTile, pack: int) -> int:
     """Tiles of all sequences and heads; of a ragged batch at most as many."""
-    rows = 64 // pack * tile.groups
+    rows = 64 // pack * tile.groups * tile.cluster
     heads = problem.heads // pack
     if problem.varlen:
         return (problem.total_q // rows + problem.batch) * heads
     return -(-problem.seq_q // rows) * problem.batch * heads
 
 
-def split_count(problem: AttentionProblem, tile: HopperTile, pack: int, multiprocessors: int) -> int:
-    """Parts for the keys of each tile, so that few tiles still fill the machine."""
-    tiles = query_tiles(problem, tile, pack)
-    if problem.varlen or tile.cluster > 1 or tiles == 0 or tiles * tile.groups > SPLIT_TILES:
-        return 1
+def shared_out(problem: AttentionProblem, tile: HopperTile, pack: int, multiprocessors: int) -> tuple[int, int, int]:
+    """Tiles that stay whole, tiles that are cut along their keys, and the blocks that share these.
+
+    Few tiles are all cut, so that they fill the machine; of many, those that are left behind the last full round.
+    (With a band those are the lightest, and fill it well enough.)
+    """
+    tiles, blocks = query_tiles(problem, tile, pack), multiprocessors // tile.cluster
+    cut, band = tiles % blocks, problem.band != (-1, -1)
     left, right = problem.band
-    seen = problem.seq_k if left < 0 else min(problem.seq_k, left + max(right, 0) + 64 // pack * tile.groups)
-    return max(1, min(multiprocessors // tiles, seen // KEYS_OF_A_PART, MOST_SPLITS))
+    rows = 64 // pack * tile.groups
+    seen = problem.seq_k if left < 0 else min(problem.seq_k, left + max(right, 0) + rows)
+    shares = min(blocks, cut * min(seen // KEYS_OF_A_PART, MOST_PARTS))
+    saved = (shares - cut) * seen  # of what a block walks, times `shares`
+    if problem.varlen or (band and tiles > blocks) or cut * tile.cluster * tile.groups > CUT_TILES:
+        return tiles, 0, 0
+    return (tiles - cut, cut, shares) if shares > cut and saved >= KEYS_SAVED * shares else (tiles, 0, 0)
 
 
 def variant_of(problem: AttentionProblem, tile: HopperTile, pack: int) -> Variant:

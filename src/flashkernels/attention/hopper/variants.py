@@ -27,8 +27,9 @@ def variant(dim: int, dim_v: int = 0, tile: HopperTile | None = None, pack: int 
     """A variant with, unless another is given, the tile that problems of many rows take."""
     band = any(flags.get(name) for name in ("left", "right", "varlen"))
     chosen = tile or (fp8_tile(max(dim, dim_v), band) if flags.get("fp8") else by_dimension(dim, dim_v or dim, band))
-    if flags.get("split") or band or pack > 1:
+    if band or pack > 1:
         chosen = replace(chosen, cluster=1)
+    flags.setdefault("split", not band)  # as `tiles.choose` has it
     return Variant(dim, dim_v or dim, chosen, pack=pack, **flags)
 
 
@@ -64,12 +65,12 @@ def _all() -> Iterator[Variant]:
     # few rows: fewer warpgroups, packed heads, keys in parts
     for dim in (64, 72, 128, 192, 256):
         one = replace(by_dimension(dim, dim, True), groups=1, pingpong=False)
-        yield variant(dim, tile=one, split=True)
+        yield variant(dim, tile=one)
         yield variant(dim, tile=one, right=True, pack=PACKS[dim % 5])
     two = replace(by_dimension(64, 64, True), groups=2)
     yield variant(64, tile=two, right=True, split=True)
     yield variant(64, tile=replace(two, groups=3), left=True, split=True, sinks=True)
-    yield variant(64, tile=replace(two, groups=1, pingpong=False), split=True, pack=8)
+    yield variant(64, tile=replace(two, groups=1, pingpong=False), pack=8)
     yield variant(64, tile=replace(two, groups=1, pingpong=False), varlen=True, paged=True, right=True, pack=4)
     yield variant(128, tile=HopperTile(1, 128, wide_v=True), split=True, pack=8, **LOGITS)
     for pack in PACKS:
@@ -94,7 +95,7 @@ def _fp8() -> Iterator[Variant]:
     yield variant(192, 128, fp8=True, right=True)
     yield variant(64, fp8=True, right=True, pack=4)
     yield variant(64, tile=HopperTile(2, 32, q_in_registers=True), fp8=True)
-    yield variant(128, tile=HopperTile(1, 128), fp8=True, split=True, pack=8)
+    yield variant(128, tile=HopperTile(1, 128), fp8=True, pack=8)
     yield variant(128, tile=HopperTile(1, 64, 3), fp8=True, split=True, **LOGITS)
 
 

@@ -14,6 +14,7 @@ from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.tensors import Given, RunBackward, Tensors, strides_of, unaddressable
 from flashkernels.attention.triton import backward_tiles
 from flashkernels.attention.triton.backward_kernels import dkdv_kernel, dq_kernel, rows_kernel, sums_kernel
+from flashkernels.attention.triton.backward_mask import SharedPass, buffer_of, form_of, summed, sums_of_rows
 from flashkernels.attention.triton.forward import FAR, boxes_of, descriptors, heads_per_section
 from flashkernels.attention.triton.parts import LOG2E
 from flashkernels.hardware import GPUS, Gpu
@@ -37,7 +38,10 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
         tiles = tiles.unpipelined()
     tile, adds = tiles.dkdv, tiles.dq is None
     normalise = call.element_bytes > 2
-    want_dq, want_dkdv = normalise or "q" in wanted or "alibi_slopes" in wanted, "k" in wanted or "v" in wanted
+    form = form_of(call, mask) if "mask" in wanted else "none"
+    want_dq = normalise or "q" in wanted or "alibi_slopes" in wanted
+    want_dkdv = "k" in wanted or "v" in wanted or form in ("columns", "scores")
+    want_sunk = "sinks" in wanted or form == "rows"
     group = call.heads // call.kv_heads
     rows_fixed = rows_constants(call)
     rows_blocks = -(-rows // rows_fixed["BLOCK"])
@@ -51,9 +55,11 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
     rows_numbers = (*strides_of(given.out), *strides_of(grad_out), *_lse_strides(given.grad_lse), rows, call.heads,
                      rows_blocks, sums_size)  # fmt: skip
     dkdv_launcher, dq_launcher = (
-        Launcher(kernel, constants(call, tile), compile_options(tile.warps, tile.stages, 0))
-        for kernel, tile in ((dkdv_kernel, tiles.dkdv), (dq_kernel, tiles.dq or tiles.dkdv))
-    )
+        Launcher(kernel, made(call, tile), compile_options(tile.warps, tile.stages, tile.registers))
+        for kernel, made, tile in (
+            (dkdv_kernel, dkdv_constants, tiles.dkdv), (dq_kernel, constants, tiles.dq or tiles.dkdv),
+        )
+    )  # fmt: skip
     dkdv_blocks = -(-call.seq_k // tile.block_n)
     dq_blocks = 0 if tiles.dq is None else -(-call.seq_q // tiles.dq.block_m)
     heads_k, heads_q = call.batch * call.kv_heads, call.batch * call.heads
@@ -61,9 +67,7 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
     section_k = max(1, math.ceil(section / group))
     box_rows = tile.block_m if tile.tma else 0
     q_boxes, do_boxes = boxes_of(q, tile.parts, box_rows)[:2], boxes_of(grad_out, tile.parts_v, box_rows)[:2]
-    # TMA wants every head's numbers to start at a multiple of 16 bytes
-    by_box = tile.tma and not call.varlen and rows % 4 == 0
-    row_box = ((batch * call.heads * rows,), (1,), [tile.block_m]) if by_box else None
+    row_box = ((batch * call.heads * rows,), (1,), [tile.block_m]) if rows_by_box(call, tile) else None
 
     inputs = (*strides_of(q), *strides_of(k), *strides_of(v), *strides_of(grad_out))
     full = (call.batch, call.heads, call.seq_q, call.seq_k)
@@ -73,11 +77,15 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
     sides = (*lse_strides, *mask_strides, *slope_strides)
     sink_stride = 0 if sinks is None else sinks.stride(0)
     band = tuple(min(max(side, 0), FAR) for side in call.band)
-    dkdv_numbers = (*inputs, *_contiguous(k), *_contiguous(v), *sums_strides, *sides, call.seq_q, call.seq_k,
-                    call.kv_heads, group, dkdv_blocks, section_k, heads_k, *band)  # fmt: skip
+    dkdv_numbers = (*inputs, *_contiguous(k), *_contiguous(v), *sums_strides, *sides,
+                    call.seq_k if form == "scores" else 1, call.seq_q, call.seq_k, call.kv_heads, group, dkdv_blocks,
+                    section_k, heads_k, *band)  # fmt: skip
     dq_numbers = (*inputs, *_contiguous(q), *sides, sink_stride, call.seq_q, call.seq_k, call.heads, group, dq_blocks,
                   section, heads_q, *band)  # fmt: skip
     sums_numbers = (*sums_strides, *_contiguous(q), call.seq_q, call.heads, sums_blocks)
+    shared = None
+    if form == "shared" and mask is not None and tiles.dmask is not None:
+        shared = SharedPass(call, gpu, tiles.dmask, mask, constants(call, tiles.dmask), (*inputs, *sides), band)
     device, unit, drop = q.device.index, unit_of(call), dropout.numbers(call.dropout_p)
     # rows of a ragged batch that belong to no sequence are nobody's to write
     fresh = torch.zeros if call.varlen else torch.empty
@@ -106,16 +114,26 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
             dlse = None if dslope is None or grad_lse is None else grad_lse.contiguous()
             others = (dq, dslope, dlse, mask, slopes, sinks, cu_q, cu_k, seed)
             dq_launcher(heads_q * dq_blocks, device, (*stats, *others), (*dq_numbers, *numbers))
+        dmask = None if mask is None else buffer_of(form, call, mask)
         if want_dkdv and heads_k * dkdv_blocks:
-            others = (*grads[1:3], sums, mask, slopes, cu_q, cu_k, seed)
+            of_mask = (dmask, None) if form == "scores" else (None, dmask)
+            others = (*grads[1:3], sums, *of_mask, mask, slopes, cu_q, cu_k, seed)
             boxes = (*descriptors(q, q_boxes), *descriptors(grad_out, do_boxes),
                      *(None if row_box is None else Descriptor(x, *row_box) for x in (level, delta)))  # fmt: skip
             dkdv_launcher(heads_k * dkdv_blocks, device, (*stats, *others, *boxes), (*dkdv_numbers, *numbers))
         if sums is not None and heads_q * sums_blocks:
             sums_launcher(heads_q * sums_blocks, device, (sums, grads[0], cu_q), (*sums_numbers, softmax_scale))
         grads.append(None if dslope is None or slopes is None else _slopes_gradient(dslope, slopes))
-        grads.append(_sinks_gradient(delta, lse, norm, sinks) if sinks is not None and "sinks" in wanted else None)
-        return [*grads, None]
+        sunk = None if sinks is None or not want_sunk else _sunk(sinks, lse, norm)
+        dsinks = None
+        if sinks is not None and sunk is not None and "sinks" in wanted:
+            dsinks = _sinks_gradient(delta, sunk, sinks)
+        grads.append(dsinks)
+        if form == "rows":
+            dmask = sums_of_rows(delta, level, sunk, grad_lse)
+        if shared is not None and mask is not None:
+            dmask = shared(device, stats, mask, (slopes, seed), (*numbers[:2], *drop))
+        return [*grads, None if dmask is None or mask is None else summed(dmask, mask)]
 
     def guarded(tensors: Tensors, given: Given, softmax_scale: float, softcap: float) -> list[Tensor | None]:
         if device is None or device == torch.cuda.current_device():
@@ -124,6 +142,11 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
             return run(tensors, given, softmax_scale, softcap)
 
     return guarded
+
+
+def rows_by_box(problem: AttentionProblem, tile: Tile) -> bool:
+    """Whether TMA reads level and delta: it wants every head's to start at a multiple of 16 bytes."""
+    return tile.tma and not problem.varlen and problem.seq_q % 4 == 0
 
 
 def aligned(x: Tensor) -> bool:
@@ -137,7 +160,7 @@ def unit_of(problem: AttentionProblem) -> float:
 
 
 def constants(problem: AttentionProblem, tile: Tile) -> dict[str, Any]:
-    """The compile-time arguments of both kernels, in their order."""
+    """The compile-time arguments of the passes over scores, in their order."""
     left, right = problem.band
     return {
         "DIM": problem.head_dim, "DIM_V": problem.head_dim_v, "PARTS": tile.parts, "PARTS_V": tile.parts_v,
@@ -145,6 +168,10 @@ def constants(problem: AttentionProblem, tile: Tile) -> dict[str, Any]:
         "SOFTCAP": problem.softcap, "MASK": problem.mask or "none", "PRECISION": "ieee",
         "UNIT": unit_of(problem),
     }  # fmt: skip
+
+
+def dkdv_constants(problem: AttentionProblem, tile: Tile) -> dict[str, Any]:
+    return constants(problem, tile) | {"LATE": tile.late}
 
 
 def rows_constants(problem: AttentionProblem) -> dict[str, Any]:
@@ -179,9 +206,12 @@ def _slopes_gradient(parts: Tensor, slopes: Tensor) -> Tensor:
     return parts.sum(-1).sum_to_size(slopes.shape).to(slopes.dtype)
 
 
-def _sinks_gradient(delta: Tensor, lse: Tensor, norm: Tensor | None, sinks: Tensor) -> Tensor:
-    """A sink's weight has dP = 0, so its gradient is the sum of -P_sink * delta over (B, H, S_q) or (H, total_q)."""
-    rows = torch.exp(sinks.float()[:, None] - lse).masked_fill(lse == -math.inf, 0.0) * delta
-    if norm is not None:
-        rows = rows * norm
-    return -rows.sum(-1).sum_to_size(sinks.shape).to(sinks.dtype)
+def _sunk(sinks: Tensor, lse: Tensor, norm: Tensor | None) -> Tensor:
+    """The weights of the sinks, (B, H, S_q) or (H, total_q)."""
+    sunk = torch.exp(sinks.float()[:, None] - lse).masked_fill(lse == -math.inf, 0.0)
+    return sunk if norm is None else sunk * norm
+
+
+def _sinks_gradient(delta: Tensor, sunk: Tensor, sinks: Tensor) -> Tensor:
+    """A sink's weight has dP = 0, so its gradient is the sum of -P_sink * delta over all rows."""
+    return -(sunk * delta).sum(-1).sum_to_size(sinks.shape).to(sinks.dtype)

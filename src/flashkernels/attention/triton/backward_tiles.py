@@ -26,6 +26,7 @@ class Rule(NamedTuple):
     block_m: int
     block_n: int
     warps: int
+    late: bool = False
 
 
 class BackwardTiles(NamedTuple):
@@ -33,11 +34,13 @@ class BackwardTiles(NamedTuple):
 
     dkdv: Tile  # one block of keys, all query rows that see it
     dq: Tile | None  # one block of query rows, all keys that it sees; None: the other pass adds up dQ in memory
+    dmask: Tile | None = None  # one block of a mask, all heads that share it; None: nobody wants the mask's gradient
 
     def unpipelined(self) -> BackwardTiles:
         """Where some operands of a loop are copied asynchronously and some are not, Triton 3.6 lets a wgmma read what
         is already being overwritten (seen at head_dim=16 with head_dim_v=40): one stage waits for each product."""
-        return BackwardTiles(replace(self.dkdv, stages=1), self.dq and replace(self.dq, stages=1))
+        dq, dmask = (tile and replace(tile, stages=1) for tile in self[1:])
+        return BackwardTiles(replace(self.dkdv, stages=1), dq, dmask)
 
 
 # dK and dV are two accumulators of block_n rows, so registers run out early. wgmma takes K and V from shared memory,
@@ -52,8 +55,13 @@ DQ_MMA = (Rule(128, 128, 64, 8), Rule(128, 64, 32, 4), Rule(256, 64, 32, 8), Rul
 DKDV_FP32 = (Rule(64, 32, 32, 8), Rule(128, 16, 32, 8))
 DQ_FP32 = (Rule(64, 32, 32, 8), Rule(128, 32, 16, 8))
 # dQ is made of 64 rows at least. Two programs of 64 keys on a multiprocessor beat one of 128, where registers allow
-# two (H200, 2026-11-15, D=64: 405 TFLOPS against 344; D=128: 272 against 419).
-ADDING = (Rule(64, 64, 64, 4), Rule(128, 64, 128, 8))
+# two (H200, 2026-11-15, D=64: 405 TFLOPS against 344; D=128: 272 against 419). At 96 there are none to keep dQ of a
+# block until the next one.
+ADDING = (Rule(80, 64, 64, 4, late=True), Rule(96, 64, 64, 4), Rule(128, 64, 128, 8))
+# Both operands of both products come in anew in every step; the block of the mask and its gradient stay in registers.
+DMASK_WGMMA = (Rule(64, 128, 64, 8), Rule(128, 64, 64, 8), Rule(512, 64, 32, 8))
+DMASK_MMA = (Rule(128, 64, 32, 8), Rule(512, 32, 32, 8))
+DMASK_FP32 = (Rule(128, 32, 32, 8),)
 SMALLEST = (Rule(512, 16, 16, 8),)
 MASKED = 32 * 64  # most scores of a block under a mask tensor, whose addresses and values take registers
 
@@ -62,7 +70,8 @@ MASKED = 32 * 64  # most scores of a block under a mask tensor, whose addresses 
 def choose(problem: BackwardProblem, gpu: Gpu, by_tma: bool = True) -> BackwardTiles:
     """The tiles of both passes, or of the one that makes all gradients; it wants TMA to read Q and dO."""
     by = in_one_pass if by_tma and adds_dq(problem, gpu) else in_two_passes
-    return by(problem.call, gpu)
+    tiles = by(problem.call, gpu)
+    return tiles._replace(dmask=for_a_mask(problem.call, gpu)) if "mask" in problem.wanted else tiles
 
 
 def adds_dq(problem: BackwardProblem, gpu: Gpu) -> bool:
@@ -101,21 +110,36 @@ def in_two_passes(problem: AttentionProblem, gpu: Gpu) -> BackwardTiles:
     return BackwardTiles(_first("dkdv", dkdv, problem, gpu), _first("dq", dq, problem, gpu))
 
 
-def _first(name: str, rules: tuple[Rule, ...], problem: AttentionProblem, gpu: Gpu) -> Tile:
+def for_a_mask(problem: AttentionProblem, gpu: Gpu) -> Tile:
+    """Of the pass that makes the gradient of a mask, where heads share it. Its traffic is that of the blocks' sides, so
+    a stage less is better than the smallest block."""
+    rules = DMASK_FP32 if problem.element_bytes > 2 else DMASK_WGMMA if gpu.has_wgmma else DMASK_MMA
+    try:
+        return _first("dmask", rules, problem, gpu, smallest=())
+    except TilingError:
+        return _first("dmask", (), problem, gpu)
+
+
+def _first(
+    name: str, rules: tuple[Rule, ...], problem: AttentionProblem, gpu: Gpu, smallest: tuple[Rule, ...] = SMALLEST
+) -> Tile:
+    adding = name == "adding"
     if problem.element_bytes == 2:
-        # Triton 3.6 gives wgmma wrong addresses of 16 columns that come through registers: sums of dK and dQ were wrong
-        least = 2 * SMALLEST_PART if gpu.has_wgmma else SMALLEST_PART
+        # Two warpgroups halve 16 columns of 64 rows, and Triton 3.6 gives a wgmma of 8 columns wrong addresses. One
+        # warpgroup does not; below 64 columns fewer products are worth more than narrow ones.
+        whole = adding and 64 < max(problem.head_dim, problem.head_dim_v) <= 80
+        least = 2 * SMALLEST_PART if gpu.has_wgmma and not whole else SMALLEST_PART
         parts, parts_v = in_two(problem.head_dim, least), in_two(problem.head_dim_v, least)
     else:
         parts, parts_v = parts_of("exact", problem)
     mean = (sum(parts) + sum(parts_v)) // 2
-    adding = name == "adding"
+    crowded = mean > 64 and (problem.softcap or problem.alibi or problem.dropout_p > 0)  # they take registers
     # on Hopper a load that is two blocks ahead gave 20 to 24 % at 64 and 128 (H200, 2026-11-15)
     for stages in (3, 2, 1) if adding or (gpu.has_wgmma and mean <= 128 and is_even(problem)) else (2, 1):
-        for width, block_m, block_n, warps in rules + SMALLEST:
-            if mean > width or (problem.mask and block_m * block_n > MASKED):
+        for width, block_m, block_n, warps, late in rules + smallest:
+            if mean > width or (problem.mask and name != "dmask" and block_m * block_n > MASKED):
                 continue
-            tile = Tile("exact", block_m, block_n, parts, parts_v, warps, stages, tma=adding)
+            tile = Tile("exact", block_m, block_n, parts, parts_v, warps, stages, tma=adding, late=late and not crowded)
             if shared_bytes(name, tile, problem) <= gpu.shared_per_block:
                 return tile
     dims = f"head_dim={problem.head_dim}, head_dim_v={problem.head_dim_v}"
@@ -137,16 +161,21 @@ def in_two(dim: int, least: int = SMALLEST_PART) -> tuple[int, ...]:
 
 
 def shared_bytes(name: str, tile: Tile, problem: AttentionProblem) -> int:
-    """Both operands of the block itself once, those of the loop in every stage; a mask has its tile there too.
+    """Both operands of the block itself once, those of the loop in every stage; a mask has its tile there too. The pass
+    for a mask's gradient has all four in the loop, and its mask once.
 
-    A single stage has no room to spare for the copy without NaN and Inf. The pass that adds has a copy of K without
-    them, and dS.
+    A single stage has no room to spare for the copy without NaN and Inf. The pass that adds has dS, and where something
+    is hidden two stages of dO, one of Q, and K again, as it comes and without NaN and Inf.
     """
     width, width_v = sum(tile.parts), sum(tile.parts_v)
+    if name == "dmask":
+        operands = tile.stages * (tile.block_m + tile.block_n) * (width + width_v)
+        return operands * problem.element_bytes + 4 * tile.block_m * tile.block_n + SCRATCH
     own, walked = (tile.block_m, tile.block_n) if name == "dq" else (tile.block_n, tile.block_m)
     copy = walked * width if tile.stages == 1 else 0
-    operands = (own + tile.stages * walked) * (width + width_v) + copy
+    loop = tile.stages * walked * (width + width_v) + copy
     if name == "adding":
-        operands += own * width + tile.block_m * tile.block_n
+        loop = max(loop, walked * (width + 2 * width_v) + 2 * own * width) + tile.block_m * tile.block_n
+    operands = own * (width + width_v) + loop
     mask = {None: 0, "bool": 1, "float": 4}[problem.mask] * tile.stages + 4 * (problem.mask is not None)
     return operands * problem.element_bytes + mask * tile.block_m * tile.block_n + SCRATCH

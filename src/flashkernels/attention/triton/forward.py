@@ -372,7 +372,7 @@ def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
     def numbers(softmax_scale: float, softcap: float) -> tuple[Any, ...]:
         return (*fixed, softmax_scale * LOG2E.value, softcap * LOG2E.value, *drop)
 
-    def run(tensors: Tensors, softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
+    def run(tensors: tuple[Any, ...], softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
         """With the tensors' device as the current one."""
         q, k, v, slopes, sinks, mask, cu_q, cu_k, table, _, _, _, seed = tensors
         out, lse = output(), logs() if logs else None

@@ -69,7 +69,7 @@ def resident(gpu: Gpu | None, warps: int) -> int:
 
 
 class Launch:
-    """A kernel with its compile-time values, launched on the device of its tensors, whichever is current."""
+    """A kernel with its compile-time values, launched on the device of its tensors, which is the current one."""
 
     def __init__(
         self, kernel: Any, constants: dict[str, Any], warps: int, device: torch.device, stages: int = 3
@@ -78,11 +78,7 @@ class Launch:
         self.device = device.index
 
     def __call__(self, grid: int, tensors: tuple[Tensor | Descriptor | None, ...], numbers: tuple[Any, ...]) -> None:
-        if self.device is None or self.device == torch._C._cuda_getDevice():
-            self.launcher(grid, self.device, tensors, numbers)
-        else:
-            with torch.cuda.device(self.device):
-                self.launcher(grid, self.device, tensors, numbers)
+        self.launcher(grid, self.device, tensors, numbers)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashkernels.fused.linear import Linear, Product, as_matrix, empty
+from flashkernels.fused.linear import Linear, as_matrix, empty
 from flashkernels.fused.problem import LinearProblem
 from flashkernels.fused.triton import linear_tiles as tiles
 from flashkernels.fused.triton.activation import activated
@@ -231,20 +231,22 @@ def forward_plan(problem: LinearProblem, gpu: Gpu | None, tensors: tuple[Any, ..
     )  # fmt: skip
 
     like = empty(tensors[0].to("meta"), weight, call)
-    outputs = [None if y is None else room(y.shape, y.dtype, x.device) for y in like]
+    make_out, make_pre, make_rstd = (None if y is None else room(y.shape, y.dtype, x.device) for y in like)
+    assert make_out is not None
 
-    def run(x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None) -> Product:
-        found = Product._make([None if make is None else make() for make in outputs])
+    def run(x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+        """The fields of a `Product`."""
+        out, pre, rstd = make_out(), make_pre and make_pre(), make_rstd and make_rstd()
         if programs == 0:
-            return found
+            return out, pre, rstd
         if not as_they_are:
             x, weight = dense(x), dense(weight)
         arguments = (
             x, Descriptor(x, *x_seen) if by_tma else None, None if norm_weight is None else norm_weight.contiguous(),
             weight, Descriptor(weight, *weight_seen) if by_tma else None, None if bias is None else bias.contiguous(),
-            found.out, Descriptor(found.out, *out_seen) if out_by_tma else None, found.pre, found.rstd,
+            out, Descriptor(out, *out_seen) if out_by_tma else None, pre, rstd,
         )  # fmt: skip
         launch(programs, arguments, numbers)
-        return found
+        return out, pre, rstd
 
     return run

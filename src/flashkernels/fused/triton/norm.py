@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashkernels.fused.norm import QUANTISE, Norm, NormBackward, Normed, empty
+from flashkernels.fused.norm import QUANTISE, Norm, NormBackward, empty
 from flashkernels.fused.rows import RowProblem, like, nothing, row_view
 from flashkernels.fused.triton.blocks import Blocks, Launch, blocks, resident, row_starts
 from flashkernels.hardware import Gpu
@@ -49,9 +49,9 @@ def scaled(x, mean, rstd, weight_ptr, bias_ptr, cols, width, ROUNDED: tl.constex
 
 @triton.jit
 def quantised(y, scale, dtype: tl.constexpr):
-    """y over its row's scale. Where that is a power of two, many quotients lie between two numbers, and a reciprocal
-    that is not exact would turn all of them the same way."""
-    y = y * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
+    """y over its row's scale, divided as torch divides. Where the scale has few bits, many quotients lie between two
+    numbers, and a reciprocal would turn them another way."""
+    y = tl.div_rn(y, scale[:, None] + tl.zeros_like(y))
     if dtype == tl.int8:
         y = (y + ROUND) - ROUND
         y = tl.where(y == y, tl.minimum(tl.maximum(y, -127.0), 127.0), 0.0)
@@ -291,13 +291,18 @@ def forward_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...],
     launch = Launch(forward_kernel, forward_constants(block.constants, call), block.warps, x.device)
     grid = -(-problem.rows // block.rows) if problem.width else 0
     numbers = (problem.rows, problem.width, *view.numbers, *other.numbers, float(call.eps))
-    outputs = [None if y is None else room(y.shape, y.dtype, x.device) for y in empty(call, x.to("meta"), residual)]
+    like = empty(call, x.to("meta"), residual)
+    out, total, scale, mean, rstd = (None if y is None else room(y.shape, y.dtype, x.device) for y in like)
+    assert out is not None
     copied = view.copied or other.copied or any(y is not None and not y.is_contiguous() for y in (weight, bias))
 
-    def run(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Normed:
-        found = Normed._make([None if make is None else make() for make in outputs])
+    def run(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> tuple[Any, ...]:
+        """The fields of a `Normed`."""
+        found = out(), total and total(), scale and scale(), mean and mean(), rstd and rstd()
         if grid == 0:
-            return found if found.scale is None else found._replace(scale=found.scale.fill_(1.0))
+            if found[2] is not None:
+                found[2].fill_(1.0)
+            return found
         if copied:
             residual = None if residual is None else other.of(residual)
             x, weight, bias = view.of(x), dense(weight), dense(bias)

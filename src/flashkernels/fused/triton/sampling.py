@@ -483,7 +483,8 @@ def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: S
     search = Launch(search_kernel, fixed | {"WALK": WALK}, SEARCH_WARPS, logits.device)
     copied = logits.stride(1) != 1 and width > 1
     searched = bool(call.top_n) or any(x is not None for x in tensors[5:9])  # else the numbers decide
-    outputs = [room(x.shape, x.dtype, logits.device) for x in Sampled.empty(logits.to("meta"), call.top_n)]
+    like = Sampled.empty(logits.to("meta"), call.top_n)
+    ids, logprobs, top_ids, top_logprobs = (room(x.shape, x.dtype, logits.device) for x in like)
     lists = room((rows, fixed["SEGMENTS"] + call.capacity + PADDING.value), torch.int32, logits.device)
     row_step = width if copied else logits.stride(0)
     count_step = 0 if counts is None else counts.stride(0) if counts.stride(1) == 1 else width  # then it is copied
@@ -494,7 +495,7 @@ def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: S
         numbers: Numbers, logits: Tensor, previous: Tensor | None, counts: Tensor | None, seeds: Tensor | None,
         offsets: Tensor | None, *settings: Tensor | None,
     ) -> Sampled:  # fmt: skip
-        out = Sampled._make([make() for make in outputs])
+        out = Sampled(ids(), logprobs(), top_ids(), top_logprobs())
         if rows == 0:
             return out
         if copied:

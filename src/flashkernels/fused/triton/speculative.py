@@ -210,14 +210,15 @@ def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: A
     steps = (0, 0) if parents is None else parents.expand(rows, nodes).stride()
     draft_steps = (0, 0) if draft is None else (nodes * width, width) if copied else draft.stride()[:2]
     sizes = (nodes, width, scan.segments, *draft_ids.stride(), *steps, *draft_steps)
-    outputs = [room(x.shape, x.dtype, target.device) for x in Accepted.empty(draft_ids.to("meta"))]
+    like = Accepted.empty(draft_ids.to("meta"))
+    counts, ids, last, taken = (room(x.shape, x.dtype, target.device) for x in like)
     left = room((rows * (width * (1 if draft is None else 2) + scan.segments),), torch.float32, target.device)
 
     def run(
         numbers: Numbers, draft_ids: Tensor, target: Tensor, draft: Tensor | None, parents: Tensor | None,
         heats: Tensor | None, seeds: Tensor | None, offsets: Tensor | None,
     ) -> Accepted:  # fmt: skip
-        out = Accepted._make([make() for make in outputs])
+        out = Accepted(counts(), ids(), last(), taken())
         if rows == 0:
             return out
         flat = target.contiguous()

@@ -9,7 +9,12 @@
 //
 // With SwiGLU a consumer's 128 rows are 64 of the gate and the same 64 of up: both are sums of one thread.
 #include "gemm_epilogue.cuh"
+#include "rounding.cuh"
 #include "wgmma.cuh"
+
+// Kernels of a layer follow one another closely: each is started before the one that it waits for, here, has ended.
+DEVICE void await_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // --- the producer
 
@@ -22,8 +27,20 @@ DEVICE void load_boxes(const Params& p, const Work& w, u32 to, u32 barrier, int 
     tma::multicast(to + lane * BOX, p.x, barrier, column, w.row + lane * BOX_ROWS, 0, 0);
 }
 
+// Announces all that a stage will hold, and loads the weights.
+DEVICE void begin_stage(const Params& p, const Work& w, u32 smem, int stage, int column, int feature, int lane) {
+  const u32 barrier = smem + FULL + 8 * stage;
+  if (lane == 0) mbarrier::expect(barrier, 2 * WEIGHTS + row_bytes(w));
+  __syncwarp();
+  if (lane < 2) tma::load(smem + STAGE * stage + lane * WEIGHTS, p.w, barrier, column, feature + lane * SHARE, 0, w.expert);
+}
+
+// AHEAD: the kernel ahead writes rows, but neither weights nor the plan. The weights of the first stages are on their
+// way before it has ended.
 DEVICE void produce(const Params& p, u32 smem, const Cut& cut, int* table, u32 rank, int lane) {
   mbarrier::Ring<STAGES> ring(1);
+  int begun = 0;  // stages of the first tile
+  bool waited = !AHEAD;
   Mailbox mail(smem, rank == 0 ? 1 : 0);
   count_before(cut, table, p.experts, lane);
   int t = blockIdx.x / CLUSTER;
@@ -36,21 +53,30 @@ DEVICE void produce(const Params& p, u32 smem, const Cut& cut, int* table, u32 r
       w = mail.get(lane);
     }
     if (w.granules == 0) break;
+    const int feature = w.feature + rank * 2 * SHARE;
+    if (!waited) {
+      for (; begun < STAGES && begun * DEPTH < p.depth; begun++)
+        begin_stage(p, w, smem, begun, begun * DEPTH, feature, lane);
+      await_kernel_before();
+      waited = true;
+    }
     // Asked for now and looked at after the loads of this tile: the answer takes a microsecond.
     if (rank == 0 && lane == 0) t = atomicAdd(p.counters, 1) + gridDim.x / CLUSTER;
-    const int feature = w.feature + rank * 2 * SHARE;
 #pragma unroll 1
     for (int column = 0; column < p.depth; column += DEPTH) {
-      const u32 to = smem + STAGE * ring.stage, barrier = smem + FULL + 8 * ring.stage;
-      mbarrier::wait(smem + EMPTY + 8 * ring.stage, ring.phase);
-      if (lane == 0) mbarrier::expect(barrier, 2 * WEIGHTS + row_bytes(w));
-      __syncwarp();
-      if (lane < 2) tma::load(to + lane * WEIGHTS, p.w, barrier, column, feature + lane * SHARE, 0, w.expert);
-      if (!FUSED) load_boxes(p, w, to + 2 * WEIGHTS, barrier, column, rank, lane);
+      if (begun > 0) {
+        begun--;
+      } else {
+        mbarrier::wait(smem + EMPTY + 8 * ring.stage, ring.phase);
+        begin_stage(p, w, smem, ring.stage, column, feature, lane);
+      }
+      const u32 to = smem + STAGE * ring.stage + 2 * WEIGHTS, barrier = smem + FULL + 8 * ring.stage;
+      if (!FUSED) load_boxes(p, w, to, barrier, column, rank, lane);
       ring.advance();
     }
     t = __shfl_sync(~0u, t, 0);
   }
+  if (!waited) await_kernel_before();  // a block without a tile: the counters are still the other's
   if (rank == 0 && lane == 0) leave_counters(p.counters, (int)gridDim.x / CLUSTER);
 }
 
@@ -160,12 +186,6 @@ struct Consumer {
   }
 };
 
-// Kernels of a layer follow one another closely: each is started before the one that it waits for, here, has ended.
-DEVICE void await_kernel_before() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if CLUSTERED
 __cluster_dims__(CLUSTER, 1, 1)
@@ -190,7 +210,10 @@ gemm(const __grid_constant__ Params p) {
     mbarrier::publish();
   }
   if (CLUSTER > 1) cluster_sync();
-  await_kernel_before();
+  if (!AHEAD) {
+    await_kernel_before();
+    let_next_kernel_start();
+  }
   int* table = (int*)(shared_memory + TABLE_AT);
   const Cut cut = cut_rows(p, (int*)(shared_memory + SUMS_AT), table);  // its barriers are for the inits, too
 
@@ -200,6 +223,10 @@ gemm(const __grid_constant__ Params p) {
     else if (FUSED) gather_rows(p, smem, warp, lane);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
+    if (AHEAD) {
+      await_kernel_before();
+      let_next_kernel_start();
+    }
     Consumer(p, smem, rank, warpgroup - 1, warp, lane).run();
   }
   if (CLUSTER > 1) cluster_sync();  // no block leaves while another may still write into it
@@ -208,6 +235,7 @@ gemm(const __grid_constant__ Params p) {
 // gathered[place] = tokens[token of the place], and scales, a warp a row, 16 bytes a lane: TMA then loads boxes.
 extern "C" __global__ void __launch_bounds__(256) gather(const __grid_constant__ Params p) {
   await_kernel_before();
+  let_next_kernel_start();
   const int place = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (place >= p.offsets[p.experts]) return;
   const int token = p.permutation[place] / p.of_token, pieces = p.depth * ELEMENT / 16;
@@ -224,3 +252,29 @@ extern "C" __global__ void __launch_bounds__(256) gather(const __grid_constant__
       if (first + 32 * i < pieces) to[first + 32 * i] = piece[i];
   }
 }
+
+#if ROUNDS
+// The same of rows in 16 bits, which are rounded on the way: read once for all their places.
+extern "C" __global__ void __launch_bounds__(512) round_and_gather(const __grid_constant__ Params p) {
+  __shared__ u32 most[16];
+  await_kernel_before();
+  let_next_kernel_start();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int token = blockIdx.x * (blockDim.x / 32 / p.row_warps) + warp / p.row_warps;
+  const bool there = token < p.token_count;
+  const int* places = p.inverse + (i64)token * p.of_token;
+  int place = there && lane < p.of_token ? places[lane] : -1;
+  const Part part = {warp % p.row_warps * 32 + lane, 32 * p.row_warps, there ? p.depth / 8 : 0};
+  uint4 row[PIECES];
+  read_row(row, p.tokens + token * p.stride_tokens, part);
+  const float scale = scale_of(largest(row, most, warp, p.row_warps, lane));
+  round_row(row, scale);
+  for (int j = 0; j < p.of_token; j++) {
+    if (j > 0 && j % 32 == 0) place = there && j + lane < p.of_token ? places[j + lane] : -1;
+    const int to = __shfl_sync(~0u, place, j % 32);
+    if (to < 0) continue;  // an expert that is not here
+    write_row(row, p.gathered + (i64)to * p.depth, part);
+    if (part.first == 0) p.x_scales[to] = scale;
+  }
+}
+#endif

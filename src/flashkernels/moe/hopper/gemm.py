@@ -14,20 +14,21 @@ from torch import Tensor
 from flashkernels.hardware import Gpu
 from flashkernels.jit import driver, nvrtc
 from flashkernels.jit.counters import counters
-from flashkernels.jit.eager import Run
+from flashkernels.jit.eager import Run, room
 from flashkernels.moe.gemm import Gemm
-from flashkernels.moe.hopper import gemm_source as source, gemm_tiles
+from flashkernels.moe.hopper import gemm_source as source, gemm_tiles, rounding
 from flashkernels.moe.hopper.gemm_source import THREADS, GemmVariant
-from flashkernels.moe.hopper.gemm_tiles import ROW_BYTES, WEIGHT_ROWS
+from flashkernels.moe.hopper.gemm_tiles import ROW_BYTES, WEIGHT_ROWS, HopperGemmTile
 from flashkernels.moe.problem import GemmProblem
+from flashkernels.moe.weights import DTYPES as SMALL_DTYPES
 
 BOX_ROWS = 16  # of x, that one load brings
 GATHER_ROWS, GATHER_THREADS = 8, 256  # of a block that copies
 POINTERS = (
-    "out", "tokens", "gathered", "offsets", "permutation", "bias", "row_weights", "token_scales", "x_scales",
+    "out", "tokens", "gathered", "offsets", "permutation", "inverse", "bias", "row_weights", "token_scales", "x_scales",
     "w_scales", "counters",
 )  # fmt: skip
-NUMBERS = ("experts", "width", "depth", "of_token", "features", "step", "half")
+NUMBERS = ("experts", "width", "depth", "of_token", "features", "step", "half", "token_count", "row_warps")
 
 
 class Params(ctypes.Structure):
@@ -42,6 +43,7 @@ class Params(ctypes.Structure):
 
 
 ADDRESSES = struct.Struct(f"{len(POINTERS)}Q")
+MAPS = struct.Struct(f"{2 * driver.MAP_BYTES}s")  # `w` and `x`
 
 
 @functools.cache
@@ -58,12 +60,12 @@ def gemm_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], c
     fused = tile.fused and problem.gather
     variant = GemmVariant(
         tile.rows, tile.stages, call.out == "fp16", problem.gated, bias is not None, row_weights is not None, fused,
-        tile.cluster, problem.weights,
+        tile.cluster, problem.weights, problem.wide, loads_ahead(problem, tile, call),
     )  # fmt: skip
     copied = problem.gather and not fused
     code = library(variant)
     multiply = driver.Kernel(code, "gemm", variant.shared, early=True)
-    gather = driver.Kernel(code, "gather", 0, early=True)
+    gather = driver.Kernel(code, "round_and_gather" if problem.wide else "gather", 0, early=True)
     device = x.device.index
     features = -(-problem.n // (WEIGHT_ROWS * tile.cluster))
     grid = gpu.sms // tile.cluster * tile.cluster
@@ -72,20 +74,28 @@ def gemm_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], c
     address = ctypes.addressof(buffer) + offset
     block = Params.from_buffer(buffer, offset)
     mixed = call.interleaved and problem.gated
+    warps = rounding.row_warps(problem.depth)
     numbers = (
         problem.experts, problem.width, problem.depth, tensors[9].shape[1], features, 2 if mixed else 1,
-        1 if mixed else problem.width,
+        1 if mixed else problem.width, x.shape[0], warps,
     )  # fmt: skip
     for name, value in zip(NUMBERS, numbers, strict=True):
         setattr(block, name, value)
     block.stride_tokens = x.stride(0) * x.element_size()
+    write_maps = functools.partial(MAPS.pack_into, buffer, offset)
     write_addresses = functools.partial(ADDRESSES.pack_into, buffer, offset + Params.out.offset)
     lock = threading.Lock()
-    shape = (problem.rows, problem.width)
+    output = room((problem.rows, problem.width), call.out_dtype, x.device)
     scales_at = problem.rows * problem.depth  # behind the gathered rows, whose elements are bytes then
     gathered_shape = (problem.rows + (-(-4 * problem.rows // problem.depth) if problem.weights else 0), problem.depth)
-    copies = -(-problem.rows // GATHER_ROWS)
+    copies, threads = -(-problem.rows // GATHER_ROWS), GATHER_THREADS
+    if problem.wide:
+        threads = 32 * rounding.block_warps(warps)
+        copies = -(-x.shape[0] // (rounding.block_warps(warps) // warps))
+    small = SMALL_DTYPES.get(problem.dtype, x.dtype)  # of gathered rows
+    box_rows = 1 if fused else BOX_ROWS
     mapped = (0, 0)
+    known = driver.Kept()
 
     def run(
         x: Tensor, w: Tensor, bias: Tensor | None, row_weights: Tensor | None, x_scale: Tensor | None,
@@ -93,40 +103,45 @@ def gemm_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], c
         tile_offsets: Tensor,
     ) -> Tensor:  # fmt: skip
         nonlocal mapped
-        if device != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):
-                return run(
-                    x, w, bias, row_weights, x_scale, w_scale, counts, offsets, permutation, inverse, tiles,
-                    tile_offsets,
-                )  # fmt: skip
-        out = x.new_empty(shape, dtype=call.out_dtype)
+        out = output()
         if copies == 0:
             return out
-        rows = x.new_empty(gathered_shape) if copied else x
+        rows = x.new_empty(gathered_shape, dtype=small) if copied else x
         bias, row_weights, x_scale, w_scale = (
             None if y is None else y.to(torch.float32).contiguous() for y in (bias, row_weights, x_scale, w_scale)
         )
         stream = torch._C._cuda_getCurrentRawStream(device)
         count = counters(device, stream)
         pointers = (w.data_ptr(), rows.data_ptr())
-        given = (out, x, rows, offsets, permutation, bias, row_weights, x_scale)
-        scales = 0 if x_scale is None else pointers[1] + scales_at if copied else x_scale.data_ptr()
+        given = (out, x, rows, offsets, permutation, inverse, bias, row_weights, x_scale)
+        scales = pointers[1] + scales_at if copied and w_scale is not None else 0
+        if x_scale is not None and not copied:
+            scales = x_scale.data_ptr()
         with lock:
             if mapped != pointers:
-                block.w = weight_map(w, problem, call.interleaved)
-                block.x = row_map(rows, problem.dtype, 1 if fused else BOX_ROWS)
+                found = known.get(pointers)
+                if found is None:
+                    found = weight_map(w, problem, call.interleaved) + row_map(rows, problem.dtype, box_rows)
+                    known[pointers] = found
+                write_maps(found)
                 mapped = pointers
             addresses = (0 if y is None else y.data_ptr() for y in given)
             write_addresses(*addresses, scales, 0 if w_scale is None else w_scale.data_ptr(), count)
             if copied:
-                gather.launch(copies, GATHER_THREADS, stream, address)
+                gather.launch(copies, threads, stream, address)
             multiply.launch(grid, THREADS, stream, address)
         return out
 
     return run
 
 
-def weight_map(w: Tensor, problem: GemmProblem, interleaved: bool) -> Any:
+def loads_ahead(problem: GemmProblem, tile: HopperGemmTile, call: Gemm) -> bool:
+    """Whether the kernel ahead of the product, which is running still, can have written neither weights nor plan: it is
+    the copy of the rows, or what makes the rows of a layer's second product."""
+    return not tile.fused if problem.gather else call.splittable
+
+
+def weight_map(w: Tensor, problem: GemmProblem, interleaved: bool) -> bytes:
     """(depth, feature, half, expert): a box is what one consumer multiplies, 64 of gate and of up, or 128 features."""
     expert, row = w.stride(0) * w.element_size(), w.stride(1) * w.element_size()
     width, halves, features = problem.width, problem.n // problem.width, WEIGHT_ROWS // 2
@@ -135,15 +150,14 @@ def weight_map(w: Tensor, problem: GemmProblem, interleaved: bool) -> Any:
     return encoded(w, problem.dtype, sizes, strides, (features // halves, halves, 1))
 
 
-def row_map(x: Tensor, dtype: str, rows: int) -> Any:
+def row_map(x: Tensor, dtype: str, rows: int) -> bytes:
     """(depth, row, 1, 1)."""
     row = x.stride(0) * x.element_size()
     return encoded(x, dtype, (x.shape[1], x.shape[0], 1, 1), (row, row, row), (rows, 1, 1))
 
 
-def encoded(x: Tensor, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> Any:
+def encoded(x: Tensor, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> bytes:
     """Boxes of 128 bytes along the depth. INT8 travels as FP8 does, as bytes."""
     kind = "fp8" if dtype == "int8" else dtype
     box = (ROW_BYTES // x.element_size(), *box)
-    found = driver.tensor_map(x.data_ptr(), kind, sizes, strides, box, ROW_BYTES)
-    return (ctypes.c_uint64 * 16).from_buffer_copy(found)
+    return driver.tensor_map(x.data_ptr(), kind, sizes, strides, box, ROW_BYTES)

@@ -7,7 +7,7 @@ struct Params {
   u16* out;                    // [rows, width]
   const char* tokens;          // gather: what is copied,
   char* gathered;              // and to where
-  const int *offsets, *permutation;  // of the plan
+  const int *offsets, *permutation, *inverse;  // of the plan
   const float *bias, *row_weights;
   const float* token_scales;   // gather: those of tokens,
   float* x_scales;             // and of the rows of x, where they end up
@@ -17,6 +17,7 @@ struct Params {
   int experts, width, depth, of_token;
   int features;                // tiles of features of a cluster
   int step, half;              // from one feature of bias and scales to the next, and from gate to up
+  int token_count, row_warps;  // rows of x that are rounded, and warps that share one
 };
 
 constexpr int THREADS = 384;          // a producer warpgroup and two consumers
@@ -42,4 +43,4 @@ constexpr int SUMS_AT = WORK_AT + 64;     // 16 ints
 constexpr int TABLE_AT = SUMS_AT + 64;    // row tiles before those of each expert
 constexpr int SHARED_BYTES = TABLE_AT + 4 * MOST_EXPERTS;
 static_assert(SHARED_BYTES == SHARED_MEMORY, "gemm_source.py and gemm_params.cuh disagree about shared memory");
-static_assert(WORK_AT % 16 == 0 && MOST % 4 == 0 && MOST <= 24 && !(FUSED && CLUSTER > 1));
+static_assert(WORK_AT % 16 == 0 && MOST % 4 == 0 && MOST <= 24 && !(FUSED && (CLUSTER > 1 || AHEAD)));

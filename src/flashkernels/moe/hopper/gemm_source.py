@@ -10,7 +10,7 @@ from pathlib import Path
 from flashkernels.jit.headers import constants, texts
 from flashkernels.moe.hopper.gemm_tiles import GRANULE, MOST_EXPERTS, stage_bytes
 
-OWN_HEADERS = ("gemm_params", "gemm_cut", "gemm_schedule", "gemm_epilogue")
+OWN_HEADERS = ("gemm_params", "gemm_cut", "gemm_schedule", "gemm_epilogue", "rounding")
 SHARED_HEADERS = ("prelude", "counter", "mbarrier", "tma", "wgmma")  # of attention/hopper
 THREADS = 384
 REGISTERS = 40, 232  # of a producer and a consumer thread: with two consumers 168 at launch, 504 in all
@@ -30,6 +30,8 @@ class GemmVariant:
     fused: bool = False  # rows are gathered by the loads
     cluster: int = 1  # blocks that share their loads of rows
     small: str = ""  # "fp8" or "int8": what is multiplied; the output has 16 bits
+    wide: str = ""  # "bf16" or "fp16": rows are rounded from it while they are copied
+    ahead: bool = False  # the first weights are loaded before the kernel ahead has ended
 
     @property
     def shared(self) -> int:
@@ -47,11 +49,11 @@ def config(variant: GemmVariant) -> str:
     }  # fmt: skip
     flags = {
         "FP16": v.fp16, "FP8": v.small == "fp8", "INT8": v.small == "int8", "GATED": v.gated, "BIAS": v.bias,
-        "ROW_WEIGHTS": v.row_weights, "FUSED": v.fused,
+        "ROW_WEIGHTS": v.row_weights, "FUSED": v.fused, "AHEAD": v.ahead, "WIDE_FP16": v.wide == "fp16",
     }  # fmt: skip
     return constants(
-        numbers, flags, f"#define CLUSTERED {int(v.cluster > 1)}", f"constexpr float FIXED = {FIXED}f;",
-        f"typedef {'int' if v.small == 'int8' else 'float'} Sum;",
+        numbers, flags, f"#define CLUSTERED {int(v.cluster > 1)}", f"#define ROUNDS {int(bool(v.wide))}",
+        f"constexpr float FIXED = {FIXED}f;", f"typedef {'int' if v.small == 'int8' else 'float'} Sum;",
     )  # fmt: skip
 
 

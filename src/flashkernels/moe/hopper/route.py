@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
 import struct
 import threading
@@ -106,16 +107,16 @@ class Outputs:
         plan = sizes(tokens, k, call.last - call.first, call.block).values() if call.block else ()
         self.shapes = [(tokens, k), *plan]
         self.weights = room((tokens, k), torch.float32, device)
-        self.cuts: list[tuple[tuple[int, ...], tuple[int, ...], int]] = []
-        length, steps = 0, []
-        for shape in (*self.shapes, (-(-table // 2),)):
-            self.cuts.append((shape, (shape[1], 1) if len(shape) == 2 else (1,), length))
-            steps.append(4 * length)
+        self.strides = [(shape[1], 1) if len(shape) == 2 else (1,) for shape in self.shapes]
+        all_shapes = (*self.shapes, (-(-table // 2),))
+        starts, length = [], 0
+        for shape in all_shapes:
+            starts.append(length)
             length += -(-math.prod(shape) // 4) * 4  # 16 bytes apart, for vector accesses
-        self.table = self.cuts.pop()[0]
-        self.steps = steps if call.block else steps[:1]
+        self.starts = starts[:-1]
+        self.steps = [4 * start for start in (starts if call.block else starts[:1])]
         self.whole = room((length,), torch.int32, device)
-        self.apart = [room(shape, torch.int32, device) for shape in (*self.shapes, self.table)] if call.apart else None
+        self.apart = [room(shape, torch.int32, device) for shape in all_shapes] if call.apart else None
 
     def __call__(self) -> tuple[tuple[Tensor, ...], list[int], Tensor]:
         """The tensors, the addresses of all but the weights (the table's is the last), and what must live until the
@@ -127,7 +128,8 @@ class Outputs:
             return (weights, *parts[:-1]), addresses, parts[-1]
         whole = self.whole()
         base = whole.data_ptr()
-        return (weights, *[view(whole, *cut) for cut in self.cuts]), [base + step for step in self.steps], whole
+        views = map(view, itertools.repeat(whole), self.shapes, self.strides, self.starts)
+        return (weights, *views), [base + step for step in self.steps], whole
 
 
 def route_plan(problem: RouteProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Call) -> Run:
@@ -159,9 +161,6 @@ def route_plan(problem: RouteProblem, gpu: Gpu | None, tensors: tuple[Any, ...],
     lock = threading.Lock()
 
     def run(logits: Tensor, bias: Tensor | None, used: Tensor | None) -> tuple[Tensor, ...]:
-        if device != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):
-                return run(logits, bias, used)
         found, addresses, _alive = outputs()
         if tokens == 0:
             return (found[0], *(x.zero_() for x in found[1:]))

@@ -21,9 +21,12 @@ from flashkernels.moe.triton.early import launched_early, starts_early
 def combine_kernel(
     y_ptr, weights_ptr, shared_ptr, inverse_ptr, out_ptr, tokens, width, part: tl.int64, stride_s: tl.int64,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    SETTLED: tl.constexpr,
 ):  # fmt: skip
-    """Of a few tokens, BLOCK columns. `part` is the distance of the sums over parts of the depth."""
-    if EARLY:
+    """Of a few tokens, BLOCK columns. `part` is the distance of the sums over parts of the depth. All places and
+    weights are loaded first: no term waits for its own. Where they are SETTLED, the kernel ahead has written neither,
+    and they are loaded while it still runs."""
+    if EARLY and not SETTLED:
         gdc_wait()
     pid = tl.program_id(0)
     wide = tl.cdiv(width, BLOCK)
@@ -31,20 +34,27 @@ def combine_kernel(
     cols = pid % wide * BLOCK + tl.arange(0, BLOCK)
     here = token < tokens
     columns = (cols < width)[None, :]
+    places = ()
+    for j in tl.static_range(K):
+        places = places + (tl.load(inverse_ptr + token * K + j, mask=here, other=-1),)
+    weights = ()
+    if weights_ptr is not None:
+        for j in tl.static_range(K):  # of a dropped item, one that is not used
+            weights = weights + (tl.load(weights_ptr + token * K + j, mask=here, other=0.0).to(tl.float32),)
+    if EARLY and SETTLED:
+        gdc_wait()
     acc = tl.zeros((ROWS, BLOCK), tl.float32)
     if shared_ptr is not None:
         at = shared_ptr + token.to(tl.int64)[:, None] * stride_s + cols[None, :]
         acc += tl.load(at, mask=here[:, None] & columns, other=0.0).to(tl.float32)
     for j in tl.static_range(K):
-        place = tl.load(inverse_ptr + token * K + j, mask=here, other=-1)
-        there = (place >= 0)[:, None] & columns
-        at = y_ptr + place.to(tl.int64)[:, None] * width + cols[None, :]
+        there = (places[j][:, None] >= 0) & columns
+        at = y_ptr + places[j].to(tl.int64)[:, None] * width + cols[None, :]
         y = tl.load(at, mask=there, other=0.0).to(tl.float32)
         for i in tl.static_range(1, PARTS):
             y += tl.load(at + i * part, mask=there, other=0.0).to(tl.float32)
         if weights_ptr is not None:
-            weight = tl.load(weights_ptr + token * K + j, mask=place >= 0, other=0.0).to(tl.float32)
-            y = tl.where(there, y * weight[:, None], 0.0)
+            y = tl.where(there, y * weights[j][:, None], 0.0)
         acc += y
     at = out_ptr + token.to(tl.int64)[:, None] * width + cols[None, :]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=here[:, None] & columns)
@@ -83,7 +93,9 @@ def combine_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...],
     block = block._replace(rows=max(1, min(block.rows, tokens)))
     rows = triton.next_power_of_2(block.rows)
     grid = -(-tokens // rows) * -(-problem.width // block.width)
-    fixed = {"ROWS": rows, "BLOCK": block.width, "K": k, "PARTS": parts, "EARLY": starts_early(gpu)}
+    settled = call.settled and (tensors[1] is None or tensors[1].is_contiguous())
+    fixed = {"ROWS": rows, "BLOCK": block.width, "K": k, "PARTS": parts, "EARLY": starts_early(gpu),
+             "SETTLED": settled}  # fmt: skip
     launch = Launch(combine_kernel, fixed, block.warps, y.device)
     launched_early(launch.launcher, starts_early(gpu))
     output = room((tokens, problem.width), call.dtype, y.device)

@@ -176,7 +176,7 @@ def gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SWAP: tl.constexpr,
     GATHER: tl.constexpr, COPIED: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, FLATTEN: tl.constexpr,
-    EARLY: tl.constexpr, SCALED: tl.constexpr, NATIVE: tl.constexpr,
+    EARLY: tl.constexpr, SETTLED: tl.constexpr, SCALED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     # Of a swapped product, gate and up are rows of different threads: two accumulators. But words are unpacked in
     # registers, and there one long product waits less than two short ones.
@@ -188,7 +188,7 @@ def gemm_kernel(
     SUM: tl.constexpr = tl.int32 if FORMAT == "int8" else tl.float32
     inter: tl.constexpr = INTERLEAVED and GATED
 
-    if EARLY:
+    if EARLY and not SETTLED:
         gdc_wait()
         gdc_launch_dependents()
     row_tiles = tl.load(tile_offsets_ptr + experts)
@@ -214,6 +214,9 @@ def gemm_kernel(
             if not COPIED:
                 row = token
         x_rows = x_ptr + row.to(tl.int64) * stride_x
+        if SETTLED:  # the plan was there before the kernel ahead began: four loads, each of which needs the one before
+            gdc_wait()
+            gdc_launch_dependents()
         w_expert = w_ptr + expert.to(tl.int64) * stride_we
         s_expert = scale_ptr
         if FORMAT != "":
@@ -268,6 +271,8 @@ def gemm_kernel(
         here, there = across(inside, column < width, SWAP)
         down, right = across((part * rows + place).to(tl.int64) * width, column, SWAP)
         tl.store(out_ptr + down + right, y.to(out_ptr.dtype.element_ty), mask=here & there)
+    if SETTLED:  # a program without a tile: what follows waits for this kernel alone
+        gdc_wait()
 
 
 @triton.jit(do_not_specialize=["of_token"])
@@ -317,6 +322,8 @@ def constants(problem: GemmProblem, tile: GemmTile, call: Gemm, early: bool, sca
         "SPLIT": tile.split,
         "EVEN": problem.depth % max(tile.block_k, weights.WORDS * PHASES.get(problem.weights, 0)) == 0,
         "FLATTEN": tile.persistent and by_tma, "EARLY": early,
+        # Of a layer's second product, whose kernel ahead makes its rows. Persistent tiles wait once.
+        "SETTLED": early and call.splittable and not problem.gather and not tile.persistent,
         "SCALED": scaled, "NATIVE": not interpreting(),
     }  # fmt: skip
 
@@ -408,12 +415,6 @@ def tile_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], c
         w_scale: Tensor | None, counts: Tensor, offsets: Tensor, permutation: Tensor, inverse: Tensor, tiles: Tensor,
         tile_offsets: Tensor,
     ) -> Tensor:  # fmt: skip
-        if device is not None and device != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):
-                return run(
-                    x, w, bias, row_weights, x_scale, w_scale, counts, offsets, permutation, inverse, tiles,
-                    tile_offsets,
-                )  # fmt: skip
         out = output()
         if most == 0:
             return out
