@@ -153,7 +153,7 @@ def test_the_backward_keeps_the_maps_of_each_set_of_tensors(driver: Driver, monk
 
     kernel = SimpleNamespace(launch=launch)
     monkeypatch.setattr(
-        backward, "library", lambda variant: SimpleNamespace(kernel=lambda name, shared, early=False: kernel)
+        backward, "library", lambda variant: SimpleNamespace(kernel=lambda name, shared: kernel)
     )
     monkeypatch.setattr(backward, "counters", lambda device, stream: COUNTERS)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)

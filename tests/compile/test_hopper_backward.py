@@ -8,19 +8,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from flashkernels.attention.hopper import (
-    backward,
-    backward_build as build,
-    backward_source as source,
-    backward_tiles as tiles,
-)
-from flashkernels.attention.hopper.backward import Params, Schedule, schedule
+from flashkernels.attention.hopper import backward_build as build, backward_source as source, backward_tiles as tiles
+from flashkernels.attention.hopper.backward import Params
 from flashkernels.attention.hopper.backward_build import DIMS, LOGITS, VARIANTS, label, variant
 from flashkernels.attention.hopper.backward_source import BackwardVariant
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.hardware import lookup
 from flashkernels.jit import nvrtc
-from flashkernels.jit.counters import SLOT
 
 from .sass import loops, matrix, spills
 from .structs import declared
@@ -103,8 +97,6 @@ def test_the_list_is_distinct_and_has_every_flag_and_size() -> None:
     assert len(VARIANTS) == len({*VARIANTS}) == len({label(one) for one in VARIANTS}) <= 150
     for flag in ("fp16", "left", "right", "softcap", "alibi", "varlen", "own_dq", "want_q", "want_k", "want_v"):
         assert {getattr(one, flag) for one in VARIANTS} == {False, True}, flag
-    for flag in ("early", "spare_dq", "cuts"):
-        assert {getattr(one, flag) for one in VARIANTS} == {False, True}, flag
     for flag in ("paired", "halves", "kv_in_registers", "separate"):
         assert {getattr(one.tile, flag) for one in VARIANTS} == {False, True}, flag
     assert {one.head_dim for one in VARIANTS} == {*range(16, 257, 8)}
@@ -185,79 +177,8 @@ def test_any_choice_is_legal(
     assert (one.want_q, one.want_k, one.want_v) == (True, False, True)
     assert one.own_dq == (one.tile.paired or deterministic) and one.own_shared <= tiles.SHARED_LIMIT
     assert tile.paired or not (one.softcap or max(dim, dim_v) > 128)
-    assert one.early == one.spare_dq == (not (varlen or deterministic or tile.paired))
-    assert not (one.cuts and (one.left or one.right or not one.early))
     if tile.paired:
         assert not (tile.halves or tile.kv_in_registers or tile.separate)
         assert one.dq_first % 64 == 0 and one.dq_first <= 128 and 8 <= one.dq_columns <= 128
     if tile.halves:
         assert 2 * one.dq_columns >= dim and (dim % 16 == 0 or dim > 64)
-
-
-# The last round of tiles, and what spare warps do
-
-SMALL_SECTION = 2**20
-
-
-def dense(batch: int, seq_q: int, seq_k: int, heads: int, kv_heads: int, dim: int, **flags: bool) -> AttentionProblem:
-    return AttentionProblem(
-        batch=batch, seq_q=seq_q, seq_k=seq_k, heads=heads, kv_heads=kv_heads, head_dim=dim, **flags
-    )
-
-
-def scheduled(call: AttentionProblem, wanted: tuple[str, ...] = ("q", "k", "v"), **options: bool) -> Schedule:
-    return schedule(call, tiles.choose(BackwardProblem(call, wanted, **options)), 132)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "parts"),
-    [((2, 700, 700, 12, 12), 2), ((2, 2100, 700, 12, 12), 8), ((3, 700, 700, 24, 8), 2), ((2, 500, 700, 11, 11), 1)],
-    ids=["2 parts", "8 parts", "grouped", "whole"],
-)
-@pytest.mark.parametrize("dim", [64, 72, 112, 128])
-def test_the_last_round_is_cut(
-    sizes: tuple[int, int, int, int, int], parts: int, dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The shapes of tests/attention/test_hopper_backward.py."""
-    monkeypatch.setattr(backward, "SECTION_BYTES", SMALL_SECTION)
-    made = scheduled(dense(*sizes, dim))
-    assert (made.whole, made.parts) == (132, parts) and made.tiles == 132 + 12 * parts * (parts > 1)
-    assert made.turned > 0 and bool(made.room) == (parts > 1)
-    assert scheduled(dense(*sizes, dim), ("k", "v"))[1:] == made._replace(turned=0)[1:]
-    assert scheduled(dense(*sizes, dim, causal=True)).parts == 1
-
-
-@given(
-    st.integers(1, 4), st.integers(1, 6000), st.integers(1, 6000), st.integers(1, 20), st.integers(1, 3),
-    st.sampled_from(DIMS), st.booleans(), st.booleans(), st.booleans(),
-)  # fmt: skip
-def test_parts_lie_over_sums_that_are_turned_without_them(
-    batch: int, seq_q: int, seq_k: int, kv_heads: int, group: int, dim: int, causal: bool, deterministic: bool,
-    varlen: bool,
-) -> None:  # fmt: skip
-    """Of heads that have no part, so that who waits for their dQ waits for whole tiles only."""
-    call = dense(batch, seq_q, seq_k, kv_heads * group, kv_heads, dim, causal=causal)
-    if varlen:
-        call = replace(call, varlen=True, total_q=batch * seq_q, total_k=batch * seq_k)
-    made = scheduled(call, deterministic=deterministic)
-    one = tiles.choose(BackwardProblem(call, ("q", "k", "v"), deterministic=deterministic))
-    assert 1 <= made.section <= batch * kv_heads and 0 <= made.turned < batch * kv_heads
-    if varlen:
-        assert made == (made.section, 0, 0, 0, 0, 1)
-        return
-    blocks, key_blocks = -(-seq_q // 64), -(-seq_k // one.tile.keys)
-    cut = batch * kv_heads * key_blocks - made.whole
-    assert made.tiles == made.whole + cut * made.parts and made.room <= made.turned * group * blocks
-    assert made.turned == 0 or one.spare_dq
-    if made.parts == 1:
-        assert (cut, made.room) == (0, 0)
-        return
-    assert one.cuts and 0 < cut < 132 and made.whole % 132 == 0 and 4 * made.parts <= blocks
-    assert made.turned * key_blocks <= made.whole
-    assert made.room * 64 * dim >= cut * made.parts * one.tile.keys * 2 * dim > (made.room - 1) * 64 * dim
-    assert 2 + 8 * cut <= SLOT
-
-
-def test_without_dq_parts_take_no_more_memory_than_it_would() -> None:
-    made = scheduled(dense(1, 4096, 512, 35, 35, 64), ("k", "v"))
-    assert (made.whole, made.parts, made.turned) == (132, 8, 0) and made.room <= 35 * 64

@@ -1,8 +1,7 @@
 // Attention backward for Hopper (sm_90a), compiled at run time for one pair of head dimensions and set of features.
 //
 // Kernels: `order` ranks the sequences of a ragged batch, `rows` makes what is needed of each query row, `backward`
-// makes dK, dV and the sums of dQ, and `queries` makes dQ of them. Or `gradient_of_queries` makes dQ by itself. In
-// dense batches spare warps of `backward` do most of what `queries` does.
+// makes dK, dV and the sums of dQ, and `queries` makes dQ of them. Or `gradient_of_queries` makes dQ by itself.
 //
 // A block of `backward` is one producer warp, which only issues loads (TMA), and two consumer warpgroups. A tile is a
 // block of keys of one key head. Its K and V stay in shared memory; the queries that see them, of all query heads that
@@ -20,7 +19,6 @@
 #if DQ_KERNEL
 #include "backward_dq.cuh"
 #endif
-#include "backward_spare.cuh"
 
 DEVICE void copy_to_shared(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -65,18 +63,15 @@ struct Producer {
     Mailbox mail(smem, 1);
     u32 kv_phase = 1;
     const int tiles = total_tiles(p);
-    // Where warps wait for tiles, a block that does not run yet must not have one.
-    int t = SPARE_DQ ? draw(p.counters, lane) : blockIdx.x;
-    const int drawn = SPARE_DQ ? 0 : gridDim.x;
+    int t = blockIdx.x;
     while (true) {
       Work w;
       w.id = -1;
       if (t < tiles) w = decode(p, t, lane);
-      if (SPARE_DQ && w.id >= 0 && is_part(p, t)) await_count(p.progress + ROOM_MADE, p.room, lane);
       mail.put(w, lane);
       if (w.id < 0) break;
       // Asked for now and looked at after the loads of this tile: the answer takes a microsecond.
-      if (lane == 0) t = atomicAdd(p.counters, 1) + drawn;
+      if (lane == 0) t = atomicAdd(p.counters, 1) + gridDim.x;
       const Queries queries = queries_of(p, w);
       const int batch = VARLEN ? 0 : w.batch;
 #pragma unroll 1
@@ -107,7 +102,6 @@ struct Producer {
       t = broadcast(t);
     }
     if (lane == 0) leave_counters(p.counters, gridDim.x);
-    if (EARLY) let_next_start();
   }
 
   DEVICE void load_keys(const Work& w, int batch) {
@@ -152,18 +146,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
       mbarrier::init(smem + DS_FULL + 8 * i, DS_WRITERS);
       mbarrier::init(smem + DS_EMPTY + 8 * i, DS_READERS);
       mbarrier::init(smem + WORK_FULL + 8 * i, 1);
-      mbarrier::init(smem + WORK_EMPTY + 8 * i, SPARE_DQ ? 9 : 8);
-      mbarrier::init(smem + ADDED + 8 * i, 8);
+      mbarrier::init(smem + WORK_EMPTY + 8 * i, 8);
     }
     mbarrier::publish();
   }
   __syncthreads();
-  if (EARLY) await_previous();
 
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
     if (warp == 0) Producer(p, smem, lane).run();
-    else spare(p, smem, warp, lane);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
 #if PAIRED_CONSUMERS

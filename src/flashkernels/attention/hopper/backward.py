@@ -11,7 +11,6 @@ import functools
 import math
 import struct
 import threading
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +22,11 @@ from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.tensors import Given, RunBackward, Tensors, strides_of, unaddressable
 from flashkernels.hardware import Gpu
 from flashkernels.jit import driver, nvrtc
-from flashkernels.jit.counters import SLOT, counters
+from flashkernels.jit.counters import counters
 
 POINTERS = (
     "q_data", "k_data", "v_data", "out", "grad_out_data", "lse", "grad_lse", "dq", "dk", "dv", "row_delta", "level",
-    "delta", "sums", "poisoned", "bad_keys", "counters", "partial", "progress", "slopes", "cu_q", "cu_k", "order",
+    "delta", "sums", "poisoned", "bad_keys", "counters", "slopes", "cu_q", "cu_k", "order",
 )  # fmt: skip
 
 
@@ -44,8 +43,7 @@ class Params(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("scale", "softcap", "grad_scale")),
         *((name, ctypes.c_int) for name in (
             "batch", "heads", "group", "kv_heads", "seq_q", "seq_k", "total_q", "total_k_rows", "left", "right",
-            "blocks", "key_blocks", "tiles", "section", "turned", "room", "whole", "parts", "own_blocks", "bad_blocks",
-            "has_sinks",
+            "blocks", "key_blocks", "tiles", "section", "own_blocks", "bad_blocks", "has_sinks",
         )),
     )  # fmt: skip
 
@@ -67,20 +65,19 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
     variant = tiles.choose(problem)
     device = tensors.q.device.index
     code = library(variant)
-    rows, order = code.kernel("rows", 0), code.kernel("order", 0)
-    main, after = code.kernel("backward", variant.shared, variant.early), code.kernel("queries", 0, variant.early)
+    rows, order, main = code.kernel("rows", 0), code.kernel("order", 0), code.kernel("backward", variant.shared)
+    after = code.kernel("queries", 0)
     if variant.own_dq:
         look, after = code.kernel("keys", 0), code.kernel("gradient_of_queries", variant.own_shared)
     # TMA and 16-byte loads want aligned rows; a gradient may come with any strides, also expanded from one number
     copied = [bool(unaddressable(x)) for x in (given.grad_out, _given(given.out))]
-    params = described(call, variant, tensors, given, copied, gpu.sms)
+    params = described(call, variant, tensors, given, copied)
     order_blocks = -(-call.batch // 128) if call.varlen else 0
     make_dkdv = variant.adds_dq or variant.want_k or variant.want_v
     hides = call.band != (-1, -1) or call.varlen
     rows_of_heads, rows_of_keys = (n * (1 if call.varlen else call.batch) for n in (call.heads, call.kv_heads))
     blocks = params.blocks * rows_of_heads
-    turned = params.turned * params.group * params.blocks
-    grid = min(gpu.sms, params.tiles or most_tiles(call, variant))
+    grid = min(gpu.sms, most_tiles(call, variant))
     own_blocks = params.own_blocks * rows_of_heads if variant.own_dq and variant.want_q else 0
     bad_blocks = params.bad_blocks * rows_of_keys if own_blocks and hides else 0
     # One block of parameters for all calls of this signature: what changes is written into it before each launch.
@@ -115,9 +112,6 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
         sums = lse.new_empty(blocks * BLOCK * call.head_dim) if variant.adds_dq else None
         notes = lse.new_empty(blocks, dtype=torch.int32)
         bad = lse.new_empty(2 * bad_blocks, dtype=torch.int64)
-        progress = lse.new_empty(2 + rows_of_keys, dtype=torch.int32) if variant.spare_dq else None
-        # over the first sums, which are dQ by then
-        partial = sums if variant.spare_dq else lse.new_empty(params.room * BLOCK * call.head_dim)
         delta = torch.zeros_like(lse) if "sinks" in wanted else None
         ordered = lse.new_empty(2 * call.batch + 1, dtype=torch.int32) if call.varlen else None
         slopes = None if slopes is None else slopes.to(torch.float32).contiguous()
@@ -136,7 +130,7 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
             write_addresses(
                 *pointers[:3], out.data_ptr(), pointers[3], lse.data_ptr(), *map(_address, (grad_lse, *grads, delta)),
                 *map(_address, (statistics[0], statistics[1], sums, notes, bad)), count,
-                *map(_address, (partial, progress, slopes, cu_q, cu_k, ordered)),
+                *map(_address, (slopes, cu_q, cu_k, ordered)),
             )  # fmt: skip
             scale = softmax_scale / softcap if softcap else softmax_scale * LOG2E
             write_scales(scale, softcap * LOG2E, softmax_scale)
@@ -150,7 +144,7 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
             if own_blocks:
                 after.launch(own_blocks, THREADS, stream, address)
             elif variant.adds_dq:
-                after.launch(blocks - turned, 128, stream, address)
+                after.launch(blocks, 128, stream, address)
         dsinks = None if delta is None or sinks is None else sinks_gradient(delta, lse, sinks)
         return [*grads, None, dsinks, None]
 
@@ -165,59 +159,8 @@ def most_tiles(call: AttentionProblem, variant: BackwardVariant) -> int:
     return -(-call.seq_k // keys) * call.batch * call.kv_heads
 
 
-class Schedule(NamedTuple):
-    """How the tiles of a dense batch are gone through: fields of `Params`."""
-
-    section: int
-    tiles: int
-    turned: int = 0
-    room: int = 0
-    whole: int = 0
-    parts: int = 1
-
-
-def schedule(call: AttentionProblem, variant: BackwardVariant, sms: int) -> Schedule:
-    """Heads in sections, dQ of all but the last of these by spare warps, and the last round of tiles in parts.
-
-    Parts of tiles take no memory beyond that of one dQ in fp32: they lie over the first sums, which are dQ by then.
-    """
-    kv_heads = call.batch * call.kv_heads
-    # Q and dO in 16 bits and dQ in 32, of all query heads
-    walked = call.total_q * call.heads * (6 * call.head_dim + 2 * call.head_dim_v)
-    section = max(1, -(-kv_heads // max(1, round(walked / SECTION_BYTES))))
-    if call.varlen:
-        return Schedule(section, tiles=0)
-    tiles = most_tiles(call, variant)
-    turned = (kv_heads - 1) // section * section if variant.spare_dq else 0
-    last = tiles % sms if variant.cuts and tiles > sms else 0
-    uncut = (tiles - last) // -(-call.seq_k // variant.tile.keys)  # heads, of which no tile is in the last round
-    blocks = -(-call.seq_q // BLOCK)
-    free = (min(turned, uncut) if variant.spare_dq else kv_heads) * call.heads // call.kv_heads * blocks
-    part, block = variant.tile.keys * (call.head_dim + call.head_dim_v), BLOCK * call.head_dim
-    parts = parts_of_last(last, sms, blocks, free * block // part)
-    if parts == 1:
-        return Schedule(section, tiles, turned, whole=tiles)
-    room = -(-last * parts * part // block)
-    return Schedule(section, tiles + last * (parts - 1), min(turned, uncut), room, tiles - last, parts)
-
-
-def parts_of_last(last: int, sms: int, blocks: int, most: int) -> int:
-    """Into how many parts to cut each of the `last` tiles, which do not fill a round of all multiprocessors.
-
-    A part walks at least 4 of the `blocks` of queries that a tile walks. It costs 5 % of a tile for its ends, and 1 %
-    for its sums in memory, which has room for `most` parts.
-
-    >>> [parts_of_last(last, 132, 64, 1000) for last in (0, 4, 68, 131)], parts_of_last(68, 132, 64, 200)
-    ([1, 8, 3, 1], 1)
-    """
-    if not last or 2 + 8 * last > SLOT:  # each warp of each such tile has a counter
-        return 1
-    choices = range(1, max(1, min(8, blocks // 4, most // last)) + 1)
-    return min(choices, key=lambda n: -(-last * n // sms) * (1 / n + 0.05) + n / 100)
-
-
 def described(
-    call: AttentionProblem, variant: BackwardVariant, tensors: Tensors, given: Given, copied: list[bool], sms: int
+    call: AttentionProblem, variant: BackwardVariant, tensors: Tensors, given: Given, copied: list[bool]
 ) -> Params:
     """The parameters that the signature decides."""
     q, k, v, slopes = tensors[:4]
@@ -234,6 +177,10 @@ def described(
     three = ctypes.c_int64 * 3
     grad_lse = (0, 0, 0) if given.grad_lse is None else (0, *given.grad_lse.stride())[-3:]
     left, right = (min(max(side, 0), FAR) for side in call.band)
+    kv_heads = call.batch * call.kv_heads
+    # Q and dO in 16 bits and dQ in 32, of all query heads
+    walked = call.total_q * call.heads * (6 * call.head_dim + 2 * call.head_dim_v)
+    sections = max(1, round(walked / SECTION_BYTES))
     return Params(
         q_strides=three(*strides_of(q)[:3]), k_strides=three(*strides_of(k)[:3]), v_strides=three(*strides_of(v)[:3]),
         out_strides=three(*strides_of(out)[:3]),
@@ -248,7 +195,8 @@ def described(
         blocks=cut(call.seq_q, call.total_q, BLOCK), own_blocks=cut(call.seq_q, call.total_q, OWN_QUERIES),
         bad_blocks=cut(call.seq_k, call.total_k, OWN_KEYS),
         key_blocks=-(-call.seq_k // variant.tile.keys),
-        has_sinks=call.sinks, **schedule(call, variant, sms)._asdict(),
+        tiles=0 if call.varlen else most_tiles(call, variant),
+        section=max(1, -(-kv_heads // sections)), has_sinks=call.sinks,
     )  # fmt: skip
 
 

@@ -15,8 +15,6 @@ struct Params {
   int* poisoned;                // query blocks whose Q or dO may have a NaN or Inf,
   void* bad_keys;               // and keys whose K has one: by `keys`, for `gradient_of_queries`
   int* counters;                // zero at launch, and zero again at its end
-  float* partial;               // dK and dV of parts of tiles, in fragment order; over the first sums, if there are any
-  int* progress;                // what spare warps draw and count: cleared by `rows`
   // what only some variants have
   const float* slopes;
   const int *cu_q, *cu_k;       // ragged batch,
@@ -31,19 +29,12 @@ struct Params {
   int left, right;              // window
   int blocks, key_blocks;       // query blocks and key blocks of a head
   int tiles, section;           // all tiles; key heads that are worked on side by side
-  int turned;                   // key heads of whose sums spare warps make dQ; of those of the others: `queries`
-  int room;                     // query blocks, from the first on, whose sums leave their place to `partial`
-  int whole, parts;             // tiles that are not cut into parts, and the parts of each other one
   int own_blocks, bad_blocks;   // blocks of a head: of 128 queries in `gradient_of_queries`, of 64 keys in `bad_keys`
   int has_sinks;
 };
 
 constexpr bool BAND = LEFT || RIGHT;
 constexpr bool HIDES = BAND || VARLEN;  // some loaded rows may not see some loaded keys
-
-static_assert(!SPARE_DQ || (WANT_Q && !VARLEN), "heads of ragged batches have no order");
-static_assert(!PARTS || !(HIDES || PAIRED), "tiles of a band are not alike, and pairs do not join parts");
-static_assert(!EARLY || !VARLEN, "`order` stands between the kernels of a ragged batch");
 
 constexpr int BLOCK = 64;  // queries of a block
 constexpr int THREADS = 384;
@@ -78,9 +69,8 @@ constexpr int DS_FULL = O_EMPTY + 16;
 constexpr int DS_EMPTY = DS_FULL + 16;
 constexpr int WORK_FULL = DS_EMPTY + 16;
 constexpr int WORK_EMPTY = WORK_FULL + 16;
-constexpr int ADDED = WORK_EMPTY + 16;             // of the tile in each slot of the mailbox: dQ is added up
-constexpr int WORK_AT = round_up(ADDED + 16, 16);  // two tiles, 32 bytes each
-constexpr int BAD_AT = WORK_AT + 64;               // a bit for each key
+constexpr int WORK_AT = round_up(WORK_EMPTY + 16, 16);  // two tiles, 32 bytes each
+constexpr int BAD_AT = WORK_AT + 64;                    // a bit for each key
 constexpr int SHARED_BYTES = BAD_AT + 16;
 static_assert(SHARED_BYTES == SHARED_MEMORY, "backward_source.py and backward_params.cuh disagree about shared memory");
 

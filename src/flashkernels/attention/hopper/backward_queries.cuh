@@ -25,32 +25,19 @@ DEVICE void store_rows(const float (&x)[N / 2], float factor, u16* first, i64 st
   }
 }
 
-// N columns of 16 queries, read for the last time. The sums are in fragment order: [16 queries][8 columns][lane][4].
-template <int N> DEVICE void turn(const float4* sums, float factor, u16* to, i64 stride, int rows, int lane) {
-  float x[N / 2];
+// The sums are in fragment order: [16 queries][8 columns][lane][4]. One warp for 16 queries.
+extern "C" __global__ void __launch_bounds__(128) queries(const __grid_constant__ Params p) {
+  const QueryBlock b = query_block(p, blockIdx.x);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp * 16 + lane / 4;
+  if (!WANT_Q || b.rows <= warp * 16) return;
+  const float4* sums = (const float4*)(p.sums + (i64)blockIdx.x * BLOCK * D + warp * 16 * D) + lane;
+  float x[D / 2];
 #pragma unroll
-  for (int j = 0; j < N / 8; j++) {
-    const float4 four = __ldcs(sums + j * 32);
+  for (int j = 0; j < D / 8; j++) {
+    const float4 four = __ldcs(sums + j * 32);  // read for the last time
     x[4 * j] = four.x, x[4 * j + 1] = four.y, x[4 * j + 2] = four.z, x[4 * j + 3] = four.w;
   }
-  store_rows<N>(x, factor, to, stride, rows, lane);
-}
-
-// 16 queries of a block, `slab` of 4, by one warp, AT_ONCE columns at a time.
-template <int AT_ONCE> DEVICE void turn_slab(const Params& p, const QueryBlock& b, int place, int slab, int lane) {
-  const int first = slab * 16 + lane / 4;
-  if (b.rows <= slab * 16) return;
-  const float4* sums = (const float4*)(p.sums + (i64)place * BLOCK * D + slab * 16 * D) + lane;
   u16* to = p.dq + b.batch * p.dq_strides.batch + b.head * p.dq_strides.head +
             (i64)(b.q_row + b.first + first) * p.dq_strides.seq;
-#pragma unroll 1
-  for (int column = 0; column + AT_ONCE <= D; column += AT_ONCE, sums += AT_ONCE * 4, to += AT_ONCE)
-    turn<AT_ONCE>(sums, p.grad_scale, to, p.dq_strides.seq, b.rows - first, lane);
-  if constexpr (D % AT_ONCE) turn<D % AT_ONCE>(sums, p.grad_scale, to, p.dq_strides.seq, b.rows - first, lane);
-}
-
-extern "C" __global__ void __launch_bounds__(128) queries(const __grid_constant__ Params p) {
-  if (EARLY) await_previous();
-  const int place = blockIdx.x + (SPARE_DQ ? p.turned * p.group * p.blocks : 0);
-  if (WANT_Q) turn_slab<D>(p, query_block(p, place), place, threadIdx.x / 32, threadIdx.x % 32);
+  store_rows<D>(x, p.grad_scale, to, p.dq_strides.seq, b.rows - first, lane);
 }

@@ -31,19 +31,6 @@ DEVICE bool is_finite(float x) { return x - x == 0.f; }
 DEVICE float dot(u32 x, u32 y) { return fmaf(low(x), low(y), high(x) * high(y)); }
 DEVICE float dot(uint4 x, uint4 y) { return dot(x.x, y.x) + dot(x.y, y.y) + dot(x.z, y.z) + dot(x.w, y.w); }
 
-// What spare warps draw and count: the next query block; of those that make room for parts of tiles, how many are turned;
-// and of each key head, the tiles whose dQ is added.
-constexpr int NEXT_DQ = 0, ROOM_MADE = 1, COUNTS = 2;
-DEVICE int* tiles_added(const Params& p, int key_head) { return p.progress + COUNTS + key_head; }
-DEVICE void clear_progress(const Params& p) {
-  const int count = COUNTS + p.batch * p.kv_heads;
-  for (int i = blockIdx.x * 256 + threadIdx.x; i < count; i += gridDim.x * 256) p.progress[i] = 0;
-}
-
-// Kernels that start early: the next one may start now; and everything of the one before is there.
-DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-DEVICE void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // 64 queries of one head, by their place in `level`, `delta`, `sums` and `poisoned`. `rows` <= 0: nobody's.
 struct QueryBlock {
   int batch, head, q_row, first, rows;  // first: row of its sequence; rows: of the sequence, from there on
@@ -77,9 +64,7 @@ DEVICE QueryBlock query_block(const Params& p, int place) {
 // where the row sees nothing. Only a softcap makes such scores finite, and a sink their sum: then Q itself is read.
 extern "C" __global__ void __launch_bounds__(256) rows(const __grid_constant__ Params p) {
   const QueryBlock b = query_block(p, blockIdx.x);
-  if (EARLY) let_next_start();
   const int t = threadIdx.x;
-  if (SPARE_DQ) clear_progress(p);
   if (b.rows <= 0) return;
   if (WANT_Q) {
     float4* sums = (float4*)(p.sums + (i64)blockIdx.x * BLOCK * D);

@@ -4,8 +4,6 @@
 #include "backward_params.cuh"
 #include "work.cuh"
 
-DEVICE bool is_part(const Params& p, int t) { return PARTS && t >= p.whole; }
-
 // Tile t. Under a causal mask the first keys are seen by the most queries: heavy tiles come first. Heads are taken in
 // sections whose queries, their gradients and dQ fit the L2 together. All lanes of a warp call this together.
 DEVICE Work decode(const Params& p, int t, int lane) {
@@ -33,9 +31,8 @@ DEVICE Work decode(const Params& p, int t, int lane) {
     w.block = r / beside;
     sequence_head = first + r % beside;
   } else {
-    const int tile = is_part(p, t) ? p.whole + (t - p.whole) / p.parts : t;
-    w.block = tile % p.key_blocks;
-    sequence_head = tile / p.key_blocks;
+    w.block = t % p.key_blocks;
+    sequence_head = t / p.key_blocks;
   }
   w.batch = sequence_head / p.kv_heads;
   w.head = sequence_head % p.kv_heads;
@@ -53,11 +50,6 @@ DEVICE Queries queries_of(const Params& p, const Work& w) {
   const int shift = w.seq_k - w.seq_q, key = w.block * KEYS, last = min(key + KEYS, w.seq_k) - 1;
   const int all = ceil_div(w.seq_q, BLOCK);
   int first = 0, end = all;
-  if (is_part(p, w.id)) {
-    const int part = (w.id - p.whole) % p.parts;
-    first = all * part / p.parts;
-    end = all * (part + 1) / p.parts;
-  }
   if (RIGHT) first = min(all - 1, max(0, key - shift - p.right) / BLOCK);
   if (LEFT) end = min(all, max(0, last - shift + p.left + BLOCK) / BLOCK);
   return {first, max(end, first + 1)};

@@ -13,7 +13,7 @@ from flashkernels.jit.headers import constants, texts
 
 HEADERS = (
     "prelude", "counter", "mbarrier", "tma", "wgmma", "backward_params", "work", "backward_schedule", "backward_rows",
-    "backward_queries", "backward_tile", "backward_split", "backward_pair", "backward_dq", "backward_spare",
+    "backward_queries", "backward_tile", "backward_split", "backward_pair", "backward_dq",
 )  # fmt: skip
 BLOCK = 64  # queries of a block
 THREADS = 384
@@ -42,9 +42,7 @@ class BackwardTile:
 
     @property
     def name(self) -> str:
-        flags = (
-            ("halves", self.halves), ("register", self.kv_in_registers), ("separate", self.separate),
-        )  # fmt: skip
+        flags = (("halves", self.halves), ("register", self.kv_in_registers), ("separate", self.separate))
         kind = "paired" if self.paired else "split"
         return "-".join((kind, f"q{self.q_stages}", *(name for name, on in flags if on)))
 
@@ -84,26 +82,6 @@ class BackwardVariant:
         return self.want_q and not self.own_dq
 
     @property
-    def early(self) -> bool:
-        """`backward` starts under the end of `rows`, and `queries` under that of `backward`."""
-        return not (self.varlen or self.own_dq or self.tile.paired)
-
-    @property
-    def spare_dq(self) -> bool:
-        """Warps beside the producer turn the sums of all but the last heads into dQ. Ragged heads have no order."""
-        return self.early and self.want_q
-
-    @property
-    def cuts(self) -> bool:
-        """Tiles of the last round are cut along the queries. Under a band the last tiles are light, and stay whole.
-
-        With this, ptxas takes the loop for divergent where one warpgroup makes all columns of dQ and those of K and V
-        are over 160 or scores have a bias, and where neither dK nor dV is wanted.
-        """
-        room = self.tile.halves or (self.head_dim + self.head_dim_v <= 160 and not self.alibi)
-        return self.early and not (self.left or self.right) and room and (self.want_k or self.want_v)
-
-    @property
     def key_box(self) -> int:
         """Keys that one load of K or V brings."""
         return 64 if self.own_dq else self.tile.keys
@@ -135,7 +113,7 @@ class BackwardVariant:
         size += 2 * BLOCK * tile.keys * 2  # dS
         size += 128 * BLOCK if tile.paired else 0  # P
         size += 4 * BLOCK * (tile.q_stages + 2)  # statistics
-        size += 8 * (6 + 2 * tile.q_stages + 14)  # barriers
+        size += 8 * (6 + 2 * tile.q_stages + 12)  # barriers
         return -(-size // 16) * 16 + 64 + 16
 
 
@@ -155,7 +133,6 @@ def config(variant: BackwardVariant) -> str:
         "FP16": v.fp16, "FP8": False, "LEFT": v.left, "RIGHT": v.right, "SOFTCAP": v.softcap, "ALIBI": v.alibi,
         "VARLEN": v.varlen, "WANT_Q": v.adds_dq, "WANT_K": v.want_k, "WANT_V": v.want_v, "PAIRED": tile.paired,
         "HALVES": tile.halves, "KV_IN_REGISTERS": tile.kv_in_registers, "SEPARATE": tile.separate,
-        "SPARE_DQ": v.spare_dq, "PARTS": v.cuts, "EARLY": v.early,
     }  # fmt: skip
     return constants(
         numbers, flags, f"#define PAIRED_CONSUMERS {int(tile.paired)}", f"#define DQ_KERNEL {int(v.own_dq)}"

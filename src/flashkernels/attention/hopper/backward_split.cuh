@@ -182,49 +182,6 @@ struct Consumer : Tile {
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(at) : "memory");
   }
 
-  // --- parts of a tile
-
-  // This warp's dK and dV of a part. Whoever has the last part of the tile gets the sums of all, added in their order,
-  // so that the bits do not depend on who was last. Behind the two counters of the tiles there are 8 of each tile.
-  DEVICE bool join() {
-    constexpr int SIZE = (D + DV) * 4;  // float4 of a warp
-    const int at = w.id - p.whole, part = at % p.parts, mine = group * 4 + warp;
-    float4* parts = (float4*)p.partial + ((i64)(at - part) * 8 + mine) * SIZE + lane;
-    put(dk, parts + part * 8 * SIZE);
-    put(dv, parts + part * 8 * SIZE + D * 4);
-    __syncwarp();
-    int before = 0;
-    if (lane == 0) {
-      int* ended = p.counters + 2 + at / p.parts * 8 + mine;
-      __threadfence();
-      before = atomicAdd(ended, 1);
-      if (before + 1 == p.parts) *ended = 0;
-      __threadfence();
-    }
-    if (broadcast(before) + 1 < p.parts) return false;
-    get<true>(dk, parts);
-    get<true>(dv, parts + D * 4);
-#pragma unroll 1
-    for (int i = 1; i < p.parts; i++) {
-      get<false>(dk, parts + i * 8 * SIZE);
-      get<false>(dv, parts + i * 8 * SIZE + D * 4);
-    }
-    return true;
-  }
-  template <int N> DEVICE static void put(const float (&x)[N], float4* to) {
-#pragma unroll
-    for (int i = 0; i < N / 4; i++)
-      __stcg(to + i * 32, make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]));
-  }
-  template <bool FIRST, int N> DEVICE static void get(float (&x)[N], const float4* from) {
-#pragma unroll
-    for (int i = 0; i < N / 4; i++) {
-      const float4 y = __ldcg(from + i * 32);
-      if (FIRST) x[4 * i] = x[4 * i + 1] = x[4 * i + 2] = x[4 * i + 3] = 0.f;
-      x[4 * i] += y.x, x[4 * i + 1] += y.y, x[4 * i + 2] += y.z, x[4 * i + 3] += y.w;
-    }
-  }
-
   DEVICE void run() {
     u32 none[1];
     while (begin()) {
@@ -271,7 +228,6 @@ struct Consumer : Tile {
       q.advance();
       done++;
       end();
-      if (is_part(p, w.id) && !join()) continue;
       if constexpr (WANT_K) store<D>(dk, p.dk, p.dk_strides, p.grad_scale);
       if constexpr (WANT_V) store<DV>(dv, p.dv, p.dv_strides, 1.f);
     }

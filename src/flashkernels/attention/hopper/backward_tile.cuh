@@ -66,7 +66,6 @@ struct Tile {
   // Takes the next tile and waits for its K and V. False: there is none.
   DEVICE bool begin() {
     w = mail.get(p, lane);
-    if (PARTS) w.id = broadcast(w.id);
     if (broadcast(w.id) < 0) return false;
     w.block = broadcast(w.block);
     w.head = broadcast(w.head);
@@ -256,11 +255,10 @@ struct Tile {
                      "f"(dq[4 * j + 3]) : "memory");
   }
 
-  // The tile's keys and values are read for the last time, and its dQ is added.
+  // The tile's keys and values are read for the last time.
   DEVICE void end() {
     __syncwarp();
     release(KV_EMPTY);
-    if (SPARE_DQ) release(ADDED + 8 * slot());
   }
 
   template <int N> DEVICE void store(const float (&sum)[N / 2], u16* data, const Strides& strides, float factor) {
