@@ -23,10 +23,7 @@ GPUS = ("a100", "h200", "rtx5090")  # sm_80, 90, 120
 MATRIX = {8: "HMMA", 9: "HGMMA", 12: "HMMA"}
 EVERYTHING = {"causal": True, "window": (1024, 0), "softcap": True, "alibi": True, "sinks": True}
 RARE = 16  # registers stored or loaded in a pass of the interior loop, where dK and dV are wide
-# The same by columns, where dQ is in registers too. Up to 64 loops have 1, with dropout 6. At 72 the fastest tile
-# measured (64+16, late: 311 TFLOPS, 295 at once; H200, 2026-11-16, full) has 14, and 29 under a causal mask; at 96 two
-# programs of 64 keys have 22, with every feature 26. At 128 there are 15 at most, 19 in a ragged batch.
-ADDING = {64: RARE, 96: 2 * RARE, 128: 2 * RARE}
+ADDING = {96: RARE, 128: 2 * RARE}  # the same by columns, where dQ is in registers too
 BYTES = 1280  # of local memory a thread, most of it for what is used once a head
 
 each_gpu = pytest.mark.parametrize("gpu", [lookup(key) for key in GPUS], ids=GPUS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,13 +39,13 @@ def test_rounding(format: str, dtype: str) -> None:
 def test_the_sum_reads_all_terms_at_once(k: int, dtype: str, weighted: bool, shared: bool) -> None:
     found = resources(nvrtc.compiled(*combine.program(k, dtype, weighted, shared)).cubin, 0, entry="combine")
     assert found.spills == 0 and found.registers <= (64 if k <= 8 else 128)
+    # of 16, ptxas leaves the last for behind the first sum
     assert before_the_first(found, "FADD", "LDG.E.EF.128") >= k - (k > 8) and found.count("LDG.E.EF.128") == k + shared
     assert found.count("STG.E.128") == 1
     assert found.count("FFMA") == 0  # a product is rounded before it is added, as in Triton
 
 
 @pytest.mark.parametrize(("module", "file"), [(rows, "rows.cu"), (combine, "combine.cu")], ids=["rows", "combine"])
-def test_both_have_the_same_fields_in_the_same_order(module: object, file: str) -> None:
-    params = module.Params  # type: ignore[attr-defined]
-    fields = [(name, ctypes.sizeof(kind)) for name, kind in params._fields_]
+def test_both_have_the_same_fields_in_the_same_order(module: Any, file: str) -> None:
+    fields = [(name, ctypes.sizeof(kind)) for name, kind in module.Params._fields_]
     assert declared((Path(rows.__file__).parent / file).read_text()) == fields
