@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 LANES, PIECES = 32, 4  # pieces of 16 bytes that a lane keeps in its registers (rounding.cuh)
 MOST_WARPS = 16
 WIDEST = MOST_WARPS * LANES * PIECES * 8  # numbers of a row
-# Rows that "auto" leaves to Triton: a launch is most of what they take. 4096 rows of 2048 took 7.9 µs for Triton's 8.3, 32768
-# of 768 21.8 for 28.5 (H200, 2026-11-16); fewer were not timed.
+# Rows that "auto" leaves to Triton: a launch is most of what they take. 4096 rows of 2048 took 7.9 µs for Triton's 8.3,
+# 32768 of 768 21.8 for 28.5 (H200, 2026-11-16); fewer were not timed.
 FEW = 2048
 
 
