@@ -2,6 +2,7 @@
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.attention.sanitize
     compute-sanitizer --tool racecheck --error-exitcode 1 python -m tests.attention.sanitize hopper
+    compute-sanitizer --tool racecheck --error-exitcode 1 python -m tests.attention.sanitize hopper gradients
 
 Each tensor is an allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING=1), so that a read past its end
 is out of bounds and not merely inside the allocator's block.
@@ -11,12 +12,15 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 
 import torch
 
 import flashkernels as fk
+import flashkernels.attention.api as api
+from flashkernels.attention.hopper import backward_tiles
 
-from . import fp8, oracle
+from . import fp8, gradients, oracle
 from .cases import EVERYTHING, Shape, keywords, paged, qkv, ragged
 
 CASES = (
@@ -54,6 +58,19 @@ HOPPER = (
     ("causal", Shape(b=1, sq=5, sk=300, h=14, hkv=2, d=80), torch.bfloat16),  # 7 heads: a row of 64 stays empty
     ("+".join(EVERYTHING), Shape(b=1, sq=90, sk=75, h=3, hkv=1, d=80), torch.bfloat16),
     ("+".join(EVERYTHING), Shape(b=1, sq=70, sk=900, h=4, hkv=2, d=160), torch.float16),
+)
+# Of the gradients: every kind of tile, with and without a mask; the last column: whether they are deterministic.
+GRADIENTS = (
+    ("plain", Shape(b=2, sq=230, sk=131, h=2, hkv=2, d=64), False),  # tall
+    ("causal", Shape(b=1, sq=200, sk=130, h=4, hkv=2, d=64), False),  # K and V in registers
+    ("causal+sinks", Shape(b=1, sq=130, sk=200, h=3, hkv=1, d=72), False),
+    ("plain", Shape(b=1, sq=130, sk=200, h=2, hkv=1, d=96), False),
+    ("causal", Shape(b=2, sq=161, sk=200, h=4, hkv=2, d=128), False),  # tall
+    ("window", Shape(b=1, sq=230, sk=230, h=2, hkv=1, d=112), False),  # tall, columns past the head's end
+    ("left+alibi", Shape(b=1, sq=130, sk=130, h=2, hkv=1, d=128), False),  # halves of dQ
+    ("causal", Shape(b=1, sq=130, sk=200, h=2, hkv=1, d=72), True),
+    ("softcap", Shape(b=1, sq=130, sk=130, h=2, hkv=1, d=72), False),  # pairs
+    ("causal", Shape(b=1, sq=100, sk=130, h=2, hkv=1, d=160), False),
 )
 RAGGED = ([50, 0, 1, 133], [70, 9, 0, 133])
 
@@ -125,8 +142,30 @@ def eight_bits() -> None:
         done(shape, features, fp8.E4M3)
 
 
-def main(impl: str = "triton") -> None:
+def backward(impl: str) -> None:
+    """By this implementation alone. Every lane arrives at the barriers: where one does so for its warp, and ptxas knows
+    the warp to be together, no instruction tells racecheck that the others have come so far."""
+    choose = backward_tiles.choose
+    backward_tiles.choose = lambda problem: replace(choose(problem), every_lane=True)
+    api.BACKWARD_IMPLS = tuple(row for row in api.BACKWARD_IMPLS if row.name == impl)
+    for features, shape, deterministic in GRADIENTS:
+        named = keywords(features, shape, "cuda")
+        torch.use_deterministic_algorithms(deterministic, warn_only=True)
+        gradients.check(*qkv(shape, torch.bfloat16, device="cuda"), impl=impl, **named)
+        torch.use_deterministic_algorithms(False)
+        done(shape, f"gradients {features}")
+    for dim in (72, 120):
+        shape = Shape(b=4, h=3, hkv=1, d=dim)
+        batch = ragged(*RAGGED, shape, torch.bfloat16, device="cuda")
+        gradients.check_varlen(batch, impl=impl, **keywords("causal", shape, "cuda"))
+        done(f"varlen d{dim}", "gradients causal")
+
+
+def main(impl: str = "triton", what: str = "outputs") -> None:
     os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # read at the first allocation
+    if what == "gradients":
+        backward(impl)
+        return
     dense(impl)
     varlen(impl)
     if impl == "hopper":

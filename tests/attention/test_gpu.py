@@ -383,13 +383,16 @@ def test_poison_that_a_row_does_not_see_does_not_reach_it(impl: str, poison: flo
 
 @each_impl
 @pytest.mark.slow
-def test_memcheck_finds_nothing(impl: str) -> None:
-    """The calls of sanitize.py read and write only what is theirs."""
-    tool = shutil.which("compute-sanitizer")
-    if tool is None:
+@pytest.mark.parametrize(
+    ("tool", "what"), [("memcheck", "outputs"), ("memcheck", "gradients"), ("racecheck", "gradients")]
+)
+def test_sanitizer_finds_nothing(impl: str, tool: str, what: str) -> None:
+    """The calls of sanitize.py read and write only what is theirs, and what they wait for."""
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
-    memcheck = [tool, "--tool", "memcheck", "--error-exitcode", "1"]
-    command = [*memcheck, sys.executable, "-m", "tests.attention.sanitize", impl]
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "1"]
+    command += [sys.executable, "-m", "tests.attention.sanitize", impl, what]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
 

@@ -17,6 +17,8 @@ from torch import Tensor
 import flashkernels as fk
 import flashkernels.attention.api as api
 from flashkernels.attention.hopper import backward_tiles
+from flashkernels.attention.hopper.backward_source import BackwardVariant
+from flashkernels.attention.problem import BackwardProblem
 from flashkernels.dispatch import Impl, UnsupportedError
 
 from . import oracle
@@ -53,6 +55,8 @@ LARGE = Shape(b=2, sq=300, sk=420, h=4, hkv=2, d=72)
 KINDS = (64, 72, 96, 112, 128, 192)  # one head dimension of each kind of tile
 WITHOUT_SLOPES = ("sinks",)  # of the ALiBi slopes it makes no gradient
 
+LENGTH_PAIRS = [(1, 1), (1, 300), (300, 1), (64, 64), (80, 81), (65, 129), (161, 129), (129, 65), (500, 128)]
+
 each_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 each_kind = pytest.mark.parametrize("dim", KINDS)
 
@@ -72,7 +76,11 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def own_dq(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """dQ by additions in memory, and by a kernel of its own, whatever the problem would take."""
     choose, own = backward_tiles.choose, bool(request.param)
-    monkeypatch.setattr(backward_tiles, "choose", lambda problem: replace(choose(problem), own_dq=own))
+
+    def chosen(problem: BackwardProblem) -> BackwardVariant:
+        return replace(choose(replace(problem, deterministic=own)), own_dq=own)
+
+    monkeypatch.setattr(backward_tiles, "choose", chosen)
     return own
 
 
@@ -149,7 +157,7 @@ def test_gradients_of_k_and_v_sum_over_their_query_heads(heads: tuple[int, int],
 
 
 @each_kind
-@pytest.mark.parametrize("sizes", [(1, 1), (1, 300), (300, 1), (64, 64), (65, 129), (129, 65), (500, 128)], ids=str)
+@pytest.mark.parametrize("sizes", LENGTH_PAIRS, ids=str)
 def test_sequence_lengths(sizes: tuple[int, int], dim: int, own_dq: bool) -> None:
     check(*cuda(LARGE.but(sq=sizes[0], sk=sizes[1], d=dim)), causal=True)
 
@@ -335,6 +343,22 @@ def test_what_nobody_wants_is_not_made(wanted: str, dim: int, own_dq: bool) -> N
             torch.testing.assert_close(x.grad, w, rtol=2**-7, atol=1e-4)
         else:
             assert torch.equal(x.grad, w)
+
+
+@each_kind
+def test_memory_beyond_the_gradients(dim: int) -> None:
+    """At most the log-sum-exp, delta and dQ in fp32, of whole blocks of queries."""
+    inputs = leaves(*cuda(Shape(b=2, sq=2000, sk=2000, h=8, hkv=2, d=dim)))
+    out = fk.attention(*inputs, causal=True, impl=IMPL)
+    weight = torch.randn_like(out)
+    torch.autograd.grad(out, inputs, weight, retain_graph=True)  # compiles
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    grads = torch.autograd.grad(out, inputs, weight)
+    extra = torch.cuda.max_memory_allocated() - before - sum(g.nbytes for g in grads)
+    rows = 2 * 8 * 2000
+    blocks = 2 * 8 * 112  # a block is not longer than that
+    assert extra <= (rows + blocks) * (4 + 4 + 4 * dim) + (1 << 20)
 
 
 @each_kind

@@ -192,9 +192,9 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
         (
             "headdims",
             "attention-backward",
-            "| 64 | 492 / 447 | 329 / 289 | 426 / 373 |",
-            15,
-            "f876557, eca2290",
+            "| 64 | 488 / 426 | 384 / 337 | 421 / 357 |",
+            16,
+            "524d57f, f876557, eca2290",
         ),
     ],
 )

@@ -33,6 +33,7 @@ from flashkernels.attention.triton import forward
 from flashkernels.decode.problem import DecodeProblem
 from flashkernels.hardware import lookup
 from flashkernels.jit import cache, driver, launch, notes, nvrtc, specialised
+from flashkernels.jit.counters import Address
 from flashkernels.moe.triton import route
 
 CALL = AttentionProblem(batch=2, seq_q=256, seq_k=256, heads=4, kv_heads=2, head_dim=72, causal=True)
@@ -142,6 +143,17 @@ def test_parameters_lie_as_the_machine_code_declares_them(name: str, monkeypatch
         assert [struct.calcsize(f"<{letter}") for letter in letters] == sizes
 
 
+def launched_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are launched as if their tensors, which are on the CPU, were on a GPU."""
+    make = launch.Launcher.__init__
+
+    def made(self: launch.Launcher, *args: Any, **named: Any) -> None:
+        make(self, *args, **named)
+        self.device = 0
+
+    monkeypatch.setattr(launch.Launcher, "__init__", made)
+
+
 class Starts:
     """Kernels that note the bytes of their parameters instead of being launched."""
 
@@ -175,8 +187,7 @@ def test_a_launch_from_the_folder_passes_every_argument(folder: Path, monkeypatc
     specialised._programs.clear()  # as another process would find the folder
     starts = Starts(monkeypatch)
     tensors = attention_tensors(CALL)
-    call = launch.Launcher.__call__
-    monkeypatch.setattr(launch.Launcher, "__call__", lambda self, grid, device, *rest: call(self, grid, 0, *rest))
+    launched_on_a_gpu(monkeypatch)
     with fk.strict():
         run = forward.plan(CALL, gpu, tensors)
         run(tensors, 0.25, 0.0)
@@ -196,6 +207,17 @@ def test_a_launch_from_the_folder_passes_every_argument(folder: Path, monkeypatc
     _, dtype, sizes, strides, box, _, _ = starts.maps[0]
     assert (dtype, sizes, strides) == (9, (72, 2, 256, 2), (144, 288, 73728)) and box[0] == 64 and box[2] % 16 == 0
 
+    made = len(starts.maps)
+    here, there = torch.zeros(2, 2, 256, 2, 72, dtype=torch.bfloat16).unbind(0)
+    for k in (here, there, here):
+        with fk.strict():
+            run(tensors._replace(k=k), 0.5, 0.0)
+        values = dict(zip(flat, starts.bytes[:-2], strict=True))
+        assert int.from_bytes(values["k_ptr"], "little") == k.data_ptr()
+        (mine,) = {i for i, m in enumerate(starts.maps, 1) if m[0] == k.data_ptr() and m[4][0] == 64}
+        assert dict(zip(reversed(flat), reversed(starts.bytes[:-2]), strict=True))["k_desc0"][0] == mine
+    assert len(starts.maps) == made + 2 * sum(name.startswith("k_desc") for name in names)  # none is made again
+
 
 def test_a_layer_of_experts_is_launched_from_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its routing counts programs by a counter of which it has the address alone."""
@@ -203,9 +225,8 @@ def test_a_layer_of_experts_is_launched_from_the_folder(folder: Path, monkeypatc
     for program in programs(layer, gpu):
         program.build()
     starts = Starts(monkeypatch)
-    monkeypatch.setattr(route, "zeros_for", lambda x: route.Address(0x7F0000001000))
-    call = launch.Launcher.__call__
-    monkeypatch.setattr(launch.Launcher, "__call__", lambda self, grid, device, *rest: call(self, grid, 0, *rest))
+    monkeypatch.setattr(route, "zeros", lambda count, dtype, device: Address(0x7F0000001000, dtype))
+    launched_on_a_gpu(monkeypatch)
     with fk.strict():
         for run in work.RECIPES[Experts](layer, gpu):
             run()
@@ -241,8 +262,7 @@ def test_a_kernel_that_may_start_early_is_launched_so(monkeypatch: pytest.Monkey
 def test_a_first_call_needs_nothing_of_tritons_driver(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is a module in C, made when it is first asked for anything."""
     starts = Starts(monkeypatch)
-    call = launch.Launcher.__call__
-    monkeypatch.setattr(launch.Launcher, "__call__", lambda self, grid, device, *rest: call(self, grid, 0, *rest))
+    launched_on_a_gpu(monkeypatch)
     monkeypatch.setattr(tritons_driver, "_active", None)
     tensors = attention_tensors(CALL)
     run = forward.plan(CALL, lookup("rtx5090"), tensors)
@@ -254,8 +274,7 @@ def test_a_first_call_needs_nothing_of_tritons_driver(folder: Path, monkeypatch:
 
 def test_strict_mode_names_what_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Starts(monkeypatch)
-    call = launch.Launcher.__call__
-    monkeypatch.setattr(launch.Launcher, "__call__", lambda self, grid, device, *rest: call(self, grid, 0, *rest))
+    launched_on_a_gpu(monkeypatch)
     monkeypatch.setattr(specialised.TritonProgram, "in_tritons_cache", lambda self: False)
     tensors = attention_tensors(CALL)
     run = forward.plan(CALL, lookup("rtx5090"), tensors)

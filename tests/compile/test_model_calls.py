@@ -26,6 +26,7 @@ from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.tensors import lse_shape
 from flashkernels.decode import api as decode_api
 from flashkernels.hardware import Gpu, lookup
+from flashkernels.jit.counters import Address
 from flashkernels.jit.eager import Plans
 from flashkernels.jit.notes import Noted, noting
 from flashkernels.moe import gemm
@@ -122,7 +123,7 @@ class Asked:
         monkeypatch.setattr(attention_api, "_backward_plans", {})
         fusable = attention_api._fusable
         monkeypatch.setattr(attention_api, "_fusable", lambda _, impl: fusable("cuda", impl))
-        monkeypatch.setattr(route, "zeros_for", lambda x: route.Address(1 << 20))
+        monkeypatch.setattr(route, "zeros", lambda count, dtype, device: Address(1 << 20, dtype))
         monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # which knows no such device
 
     def __call__(self, call: Callable[[], Any]) -> None:
@@ -224,6 +225,7 @@ def test_a_served_model_finds_its_kernels(name: str, asked: Asked, tmp_path: Pat
     for batch in (1, 7, 12):
         logits, row = half(batch, vocab), empty(batch)
         asked(lambda x=logits: fk.fused.sample(x, temperature=0.0))
+        asked(lambda x=logits: fk.fused.sample(x))
         asked(lambda x=logits: fk.fused.sample(x, temperature=0.8, top_p=0.95))
         asked(lambda x=logits: fk.fused.sample(x, temperature=0.8, top_k=40))
         rows = {"temperature": row, "top_k": empty(batch, dtype=torch.int32), "top_p": row}
@@ -331,6 +333,11 @@ def test_every_batch_that_accepts_drafts_finds_its_kernels(asked: Asked, drafts:
                     )
                 )
             asked(
+                lambda t=(ids, logits, parents): fk.fused.speculative_accept(
+                    t[0], target_logits=t[1], parents=t[2], temperature=0.0, seeds=0
+                )
+            )
+            asked(
                 lambda t=(ids, logits, drawn, parents, seeds): fk.fused.speculative_accept(
                     t[0], target_probs=t[1].float(), draft_probs=t[2], parents=t[3], seeds=t[4]
                 )
@@ -348,4 +355,5 @@ def test_every_batch_that_accepts_drafts_finds_its_kernels(asked: Asked, drafts:
 def test_every_batch_that_samples_finds_its_kernels(asked: Asked) -> None:
     for batch in range(1, 300):
         asked(lambda batch=batch: fk.fused.sample(half(batch, 50257), top_p=0.9))
+        asked(lambda batch=batch: fk.fused.sample(half(batch, 50257)))
     assert not missing(asked, wanted(["sample"], Sizes(widths=[50257], batches=[300])))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flashkernels.fused.draws import segment_of
-from flashkernels.fused.triton import sampling, speculative
+from flashkernels.fused.triton import counts, sampling, speculative
 from flashkernels.hardware import lookup
 from flashkernels.jit.launch import compile_options
 from flashkernels.jit.offline import Resources, compile_for
@@ -60,6 +60,29 @@ def test_scan_with_penalties(gpu: str) -> None:
     assert compiled(sampling.scan_kernel, gpu, pointers, constants, sampling.SCAN_WARPS, False).spills == 0
 
 
+@each_gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_settled(dtype: str, gpu: str) -> None:
+    """Programs that scan and draw are no fewer on a multiprocessor than half its threads have room for."""
+    size = segment_of(128_256)
+    constants = {"WIDTH": size, "ROWS": sampling.TILE // size, "SEGMENTS": 1024}
+    pointers = {"logits_ptr": dtype, "done_ptr": "i32", "seed_ptr": "i64", "ids_ptr": "i64", "logprobs_ptr": "fp32"}
+    found = compiled(sampling.settled_kernel, gpu, pointers | SCANNED, constants, sampling.SCAN_WARPS)
+    assert found.spills == 0 and found.registers <= 64
+    each = sampling.TILE * {"bf16": 2, "fp32": 4}[dtype] // (16 * 32 * sampling.SCAN_WARPS)
+    assert len(re.findall(r"LDG\.E\.\S*128", found.sass)) == each
+
+
+@each_gpu
+def test_settled_by_one_program(gpu: str) -> None:
+    """Nothing goes through memory between the scan and the draw."""
+    size = segment_of(2048)
+    constants = {"WIDTH": size, "ROWS": 2048 // size, "SEGMENTS": 2048 // size}
+    pointers = {"logits_ptr": "bf16", "ids_ptr": "i64", "logprobs_ptr": "fp32"}
+    found = compiled(sampling.settled_kernel, gpu, pointers, constants, sampling.SCAN_WARPS)
+    assert found.spills == 0 and found.count("MEMBAR") == 0 and found.count("STG") <= 4
+
+
 FINISHED = {"lists_ptr": "i32", "seed_ptr": "i64", "ids_ptr": "i64", "logprobs_ptr": "fp32"}
 
 
@@ -95,7 +118,7 @@ def test_search(width: int, capacity: int, top_n: int, gpu: str) -> None:
 @pytest.mark.parametrize("halves", [True, False])
 def test_count(halves: bool, gpu: str) -> None:
     pointers = {"previous_ptr": "i64", "counts_ptr": "i32"}
-    assert compiled(sampling.count_kernel, gpu, pointers, {"IDS": sampling.IDS, "HALVES": halves}, 4).spills == 0
+    assert compiled(counts.count_kernel, gpu, pointers, {"IDS": counts.IDS, "HALVES": halves}, 4).spills == 0
 
 
 @each_gpu
@@ -108,3 +131,15 @@ def test_accept(logits: bool, drawn: bool, gpu: str) -> None:
     constants = speculative.constants(128_256, 15, logits)
     found = compiled(speculative.accept_kernel, gpu, pointers, constants, speculative.WARPS)
     assert found.spills == 0
+
+
+@each_gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_greedy_accept(dtype: str, gpu: str) -> None:
+    pointers = dict.fromkeys(("ids_ptr", "zeros_ptr", "counts_ptr", "out_ptr", "last_ptr", "nodes_ptr"), "i64")
+    pointers |= {"target_ptr": dtype, "parents_ptr": "i32"}
+    constants = {"NODES": 16, "TILE": sampling.TILE}
+    found = compiled(speculative.greedy_kernel, gpu, pointers, constants, speculative.GREEDY_WARPS)
+    assert found.spills == 0 and found.registers <= 64
+    each = sampling.TILE * {"bf16": 2, "fp32": 4}[dtype] // (16 * 32 * speculative.GREEDY_WARPS)
+    assert len(re.findall(r"LDG\.E\.\S*128", found.sass)) == each

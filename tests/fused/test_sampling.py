@@ -56,6 +56,11 @@ def check(logits: Tensor, kwargs: dict[str, Any], impl: str) -> fk.fused.Sampled
     return found
 
 
+def wide(low: int, high: int) -> st.SearchStrategy[int]:
+    """Without the numbers whose top bit is the 32nd: Triton's interpreter takes those of an argument as negative."""
+    return st.integers(low, high).filter(lambda n: not 2**31 <= n < 2**32)
+
+
 @st.composite
 def calls(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...]) -> tuple[Tensor, dict[str, Any]]:
     rows, width = draw(st.integers(1, 3)), draw(st.sampled_from(WIDTHS))
@@ -63,7 +68,7 @@ def calls(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...]) -> tuple[Tensor, dic
     logits = torch.randn(rows, width, generator=make) * draw(st.sampled_from([0.1, 2.0, 10.0]))
     if draw(st.booleans()):  # many ties
         logits = (logits * 2).round() / 2
-    kwargs: dict[str, Any] = {"seeds": draw(st.integers(-(2**63), 2**63 - 5)), "offsets": draw(st.integers(0, 2**40))}
+    kwargs: dict[str, Any] = {"seeds": draw(wide(-(2**63), 2**63 - 5)), "offsets": draw(wide(0, 2**40))}
     choices: dict[str, list[float]] = {
         "temperature": [0.0, 0.5, 1.0, 1.7], "top_k": [-1, 0, 1, 3, 20, 50, 10**6],
         "top_p": [0.0, 0.3, 0.9, 0.999, 1.0], "min_p": [0.0, 0.02, 0.3, 1.0],
@@ -131,10 +136,10 @@ def test_ways(way: str, levels: int | None) -> None:
 
 
 LAUNCHES: dict[str, tuple[int, dict[str, Any]]] = {
-    "greedy": (2, {"temperature": 0.0}),
-    "greedy, with penalties": (3, {"temperature": 0.0, "previous": torch.tensor([[0, 1, 1], [2, -1, 0]])}),
-    "one stays": (2, {"top_k": 1, "top_p": 0.5}),
-    "all stay": (2, {}),
+    "greedy": (1, {"temperature": 0.0}),
+    "greedy, with penalties": (2, {"temperature": 0.0, "previous": torch.tensor([[0, 1, 1], [2, -1, 0]])}),
+    "one stays": (1, {"top_k": 1, "top_p": 0.5}),
+    "all stay": (1, {}),
     "some stay": (3, {"top_p": 0.5}),
     "greedy, and the best": (3, {"temperature": 0.0, "top_n": 2}),
     "each row its own": (3, {"temperature": torch.tensor([0.0, 1.0])}),
@@ -144,7 +149,7 @@ LAUNCHES: dict[str, tuple[int, dict[str, Any]]] = {
 @interpreter
 @pytest.mark.parametrize("way", LAUNCHES)
 @pytest.mark.parametrize("levels", [None, 1, 4], ids=["numbers", "all equal", "ties"])
-def test_a_search_is_launched_only_where_it_may_be_needed(
+def test_as_few_kernels_are_launched_as_may_be_needed(
     way: str, levels: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches, kwargs = LAUNCHES[way]
@@ -159,6 +164,37 @@ def test_a_search_is_launched_only_where_it_may_be_needed(
     monkeypatch.setattr(Launch, "__call__", counted)
     check(logits, {"seeds": 11} | kwargs, "triton")
     assert len(made) == launches
+
+
+@interpreter
+@pytest.mark.parametrize(
+    "kwargs", [{"temperature": 0.0}, {"top_k": 1, "temperature": 2.0}, {}, {"temperature": 0.6}], ids=str
+)
+@pytest.mark.parametrize("levels", [None, 3], ids=["numbers", "ties"])
+def test_rows_of_several_programs_are_drawn_by_the_last(kwargs: dict[str, Any], levels: int | None) -> None:
+    logits = torch.randn(2, 9000) if levels is None else torch.randint(0, levels, (2, 9000)).float()
+    check(logits, kwargs | {"seeds": 11}, "triton")
+
+
+@interpreter
+def test_calls_whose_numbers_change_keep_their_own() -> None:
+    """What a prepared call last passed to its kernels is kept."""
+    logits = torch.randn(2, 300)
+    for kwargs in (
+        {"seeds": 1},
+        {"seeds": 1, "offsets": 2},
+        {"seeds": 2},
+        {"seeds": 2, "temperature": 0.5},
+        {"seeds": 1},
+    ):
+        check(logits, kwargs, "triton")
+
+
+def test_a_temperature_that_fp32_rounds_up_is_greedy() -> None:
+    logits = torch.randn(3, 300)
+    for impl in ("torch", *(("triton",) if INTERPRETED else ())):
+        found, want = (fk.fused.sample(logits, temperature=t, seeds=1, impl=impl) for t in (9.9999999e-6, 0.0))
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
 # Distributions
@@ -420,16 +456,18 @@ GPU_WAYS: dict[str, dict[str, Any]] = {
     "min-p": {"min_p": 0.05}, "many": {"top_k": 5000, "top_p": 0.99},
 }  # fmt: skip
 each_way = pytest.mark.parametrize("kwargs", GPU_WAYS.values(), ids=GPU_WAYS)
+each_top_n = pytest.mark.parametrize("top_n", [0, 8])  # without any, other kernels serve
 
 
 @pytest.mark.gpu
 @each_way
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("width", [1000, 50_257, 128_256, 262_144])
-def test_gpu(width: int, dtype: torch.dtype, kwargs: dict[str, Any]) -> None:
+@each_top_n
+def test_gpu(top_n: int, width: int, dtype: torch.dtype, kwargs: dict[str, Any]) -> None:
     """Of wide rows, each drawn token and the best ones; rounding may choose another token where two are as good."""
     logits = (torch.randn(16, width, device="cuda") * 2).to(dtype)
-    found, want = (fk.fused.sample(logits, seeds=9, top_n=8, impl=impl, **kwargs) for impl in ("triton", "torch"))
+    found, want = (fk.fused.sample(logits, seeds=9, top_n=top_n, impl=impl, **kwargs) for impl in ("triton", "torch"))
     assert torch.equal(found.top_ids, want.top_ids)
     torch.testing.assert_close(found.top_logprobs, want.top_logprobs, rtol=1e-5, atol=2e-5)
     assert (found.ids != want.ids).sum() <= 1
@@ -439,9 +477,18 @@ def test_gpu(width: int, dtype: torch.dtype, kwargs: dict[str, Any]) -> None:
 
 @pytest.mark.gpu
 @each_way
-def test_gpu_against_the_oracle(kwargs: dict[str, Any]) -> None:
+@each_top_n
+def test_gpu_against_the_oracle(top_n: int, kwargs: dict[str, Any]) -> None:
     logits = (torch.randn(4, 3000, device="cuda") * 2).bfloat16()
-    check(logits, kwargs | {"seeds": 5, "top_n": 4}, "triton")
+    check(logits, kwargs | {"seeds": 5, "top_n": top_n}, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", [2**31, 2**31 + 5, 2**32 - 1, 2**32, 2**63 - 5, -(2**63)], ids=str)
+def test_gpu_takes_seeds_and_offsets_of_64_bits(number: int) -> None:
+    """Those whose top bit is the 32nd too, which the interpreter would take as negative."""
+    logits = (torch.randn(4, 3000, device="cuda") * 2).bfloat16()
+    check(logits, {"seeds": number, "offsets": abs(number) % 2**62}, "triton")
 
 
 @pytest.mark.gpu
@@ -454,27 +501,59 @@ def test_gpu_distribution(kwargs: dict[str, Any]) -> None:
 
 @pytest.mark.gpu
 @each_way
-def test_gpu_batches_and_graphs(kwargs: dict[str, Any]) -> None:
-    logits = torch.randn(40, 128_256, device="cuda").bfloat16()
+@each_top_n
+@pytest.mark.parametrize("width", [2000, 3000, 128_256])  # one program a row, one or two, many
+def test_gpu_batches_and_graphs(width: int, top_n: int, kwargs: dict[str, Any]) -> None:
+    kwargs = kwargs | {"top_n": top_n}
+    logits = torch.randn(40, width, device="cuda").bfloat16()
     seeds, offsets = torch.arange(40, device="cuda"), torch.arange(40, device="cuda") + 7
-    want = fk.fused.sample(logits, seeds=seeds, offsets=offsets, top_n=3, **kwargs)
+    want = fk.fused.sample(logits, seeds=seeds, offsets=offsets, **kwargs)
     for part in (slice(0, 1), slice(39, 40), slice(3, 17)):
-        found = fk.fused.sample(logits[part], seeds=seeds[part], offsets=offsets[part], top_n=3, **kwargs)
+        found = fk.fused.sample(logits[part], seeds=seeds[part], offsets=offsets[part], **kwargs)
         assert all(torch.equal(a, b[part]) for a, b in zip(found, want, strict=True))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        fk.fused.sample(logits, seeds=seeds, offsets=offsets, top_n=3, **kwargs)
+        fk.fused.sample(logits, seeds=seeds, offsets=offsets, **kwargs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = fk.fused.sample(logits, seeds=seeds, offsets=offsets, top_n=3, **kwargs)
+        captured = fk.fused.sample(logits, seeds=seeds, offsets=offsets, **kwargs)
     for _ in range(3):
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(captured, want, strict=True))
         offsets += 1
         logits.normal_()
-        want = fk.fused.sample(logits, seeds=seeds, offsets=offsets, top_n=3, **kwargs)
+        want = fk.fused.sample(logits, seeds=seeds, offsets=offsets, **kwargs)
+
+
+@pytest.mark.gpu
+@each_way
+@pytest.mark.parametrize("width", [2000, 3000])
+def test_gpu_rows_do_not_depend_on_their_number(width: int, kwargs: dict[str, Any]) -> None:
+    """Enough of them for tiles of another size."""
+    logits = torch.randn(2000, width, device="cuda").bfloat16()
+    whole, one = (fk.fused.sample(x, seeds=3, **kwargs) for x in (logits, logits[:1]))
+    assert all(torch.equal(a[:1], b) for a, b in zip(whole, one, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kwargs", [{"temperature": 0.0}, {}], ids=["greedy", "all"])
+def test_gpu_streams_and_many_rows(kwargs: dict[str, Any]) -> None:
+    """Programs of a row are counted, on each stream apart; of more rows than counters are kept for, in new memory."""
+    logits = [torch.randn(rows, 9000, device="cuda").bfloat16() for rows in (3000, 5, 7)]
+    want = [fk.fused.sample(x, seeds=3, impl="torch", **kwargs) for x in logits]
+    streams = [torch.cuda.Stream() for _ in logits]
+    torch.cuda.synchronize()
+    found: list[list[fk.fused.Sampled]] = [[] for _ in logits]
+    for _ in range(50):
+        for x, stream, mine in zip(logits, streams, found, strict=True):
+            with torch.cuda.stream(stream):
+                mine.append(fk.fused.sample(x, seeds=3, **kwargs))
+    torch.cuda.synchronize()
+    for mine, one in zip(found, want, strict=True):
+        assert all(torch.equal(a, b) for again in mine[1:] for a, b in zip(again, mine[0], strict=True))
+        assert (mine[0].ids != one.ids).sum() <= 3  # where two are as good
 
 
 @pytest.mark.gpu

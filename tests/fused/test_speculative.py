@@ -223,6 +223,41 @@ def test_greedy_is_a_comparison(impl: str) -> None:
 
 
 @each_impl
+@pytest.mark.parametrize("width", [1, 300, 9000])
+@pytest.mark.parametrize("shape", ["chain", "tree", "trees"])
+def test_greedy_takes_the_first_of_the_largest(shape: str, width: int, impl: str) -> None:
+    """Of rows with ties, NaN and infinities, and of several programs; drafts of which some are right and some none."""
+    rows, nodes = 6, 7
+    logits = torch.randint(0, 4, (rows, nodes + 1, width)).float()
+    logits[0, ::2], logits[1, 0], logits[2, :, width // 2] = -torch.inf, torch.nan, torch.inf
+    logits[3, :, : width // 2] = torch.nan
+    numbers = [[[-math.inf if math.isnan(x) else x for x in row] for row in one] for one in logits.tolist()]
+    best = [[row.index(max(row)) for row in one] for one in numbers]
+    empty = [[max(row) == -math.inf for row in one] for one in numbers]  # nothing is accepted there
+    parents = torch.tensor([[-1, -1, 0, 0, 1, 2, 4], [-1, 0, 1, 1, 1, -1, 5]])[torch.arange(rows) % 2]
+    parents = parents if shape == "trees" else parents[0] if shape == "tree" else torch.arange(-1, nodes - 1)
+    every = parents.expand(rows, nodes).tolist()
+    ids = torch.tensor([[best[b][every[b][i] + 1] for i in range(nodes)] for b in range(rows)])
+    ids[2:, 0], ids[3, 2], ids[4, 3] = -1, width, 0
+    given = {"target_logits": logits, "parents": None if shape == "chain" else parents, "impl": impl}
+    found = fk.fused.speculative_accept(ids, temperature=0.0, **given)
+    each = fk.fused.speculative_accept(ids, temperature=torch.zeros(rows), **given)  # which is another kernel
+    assert all(torch.equal(a, b) for a, b in zip(found, each, strict=True))
+    for b in range(rows):
+        node, path = -1, []
+        while not empty[b][node + 1]:
+            fits = [i for i in range(nodes) if every[b][i] == node and ids[b, i] == best[b][node + 1]]
+            if not fits:
+                break
+            node = fits[0]
+            path.append(node)
+        tokens = [*ids[b, path].tolist(), best[b][node + 1]]
+        assert found.counts[b] == len(path) and found.last[b] == tokens[-1]
+        assert found.nodes[b].tolist() == [*path, *[-1] * (nodes + 1 - len(path))]
+        assert found.ids[b].tolist() == [*tokens, *[-1] * (nodes + 1 - len(tokens))]
+
+
+@each_impl
 def test_a_draft_like_the_target_is_accepted(impl: str) -> None:
     p = torch.randn(4, 4, 30).softmax(-1)
     ids = torch.stack([torch.multinomial(p[:, t], 1)[:, 0] for t in range(3)], 1)
@@ -298,6 +333,8 @@ def test_compile() -> None:
         ({"target_probs": PROBS, "parents": torch.zeros(3)}, TypeError, "parents.dtype=torch.float32"),
         ({"target_probs": PROBS, "parents": torch.zeros(4).int()}, ValueError, "parents has shape (4,)"),
         ({"target_probs": PROBS, "seeds": "a"}, TypeError, "seeds='a' must be a whole number"),
+        ({"target_probs": PROBS, "offsets": True}, TypeError, "offsets=True must be a whole number"),
+        ({"target_probs": PROBS, "seeds": 2**63}, ValueError, "seeds=9223372036854775808 does not fit 64 bits"),
     ],
     ids=str,
 )  # fmt: skip
@@ -357,13 +394,40 @@ def test_gpu_distribution(tree: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_graphs() -> None:
+@pytest.mark.parametrize("rows", [4, 700])
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_gpu_greedy_on_streams(tree: bool, rows: int) -> None:
+    """Exact, on several streams at once; 700 rows need more memory than is kept at zero."""
+    nodes, width = 6, 9000
+    target = torch.randint(0, 50, (rows, nodes + 1, width), device="cuda").bfloat16()
+    target[0], target[1, :, 5] = -torch.inf, torch.inf
+    parents = torch.tensor([-1, -1, 0, 0, 1, 3], device="cuda") if tree else None
+    ids = target[:, :nodes].float().argmax(-1)
+    ids[::3, 2] = -1
+    kwargs: dict[str, Any] = {"target_logits": target, "parents": parents, "temperature": 0.0, "seeds": 0}
+    want = fk.fused.speculative_accept(ids, impl="torch", **kwargs)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    found: list[Any] = []
+    for _ in range(30):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(fk.fused.speculative_accept(ids, impl="triton", **kwargs))
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for one in found for a, b in zip(one, want, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [1.0, 0.0], ids=["drawn", "greedy"])
+def test_gpu_graphs(temperature: float) -> None:
     target, q = torch.randn(16, 5, 128_256, device="cuda").bfloat16(), torch.rand(16, 4, 128_256, device="cuda")
     q /= q.sum(-1, keepdim=True)
     ids, offsets = torch.randint(0, 128_256, (16, 4), device="cuda"), torch.zeros(16, dtype=torch.int64, device="cuda")
 
     def step() -> tuple[Tensor, ...]:
-        return fk.fused.speculative_accept(ids, target_logits=target, draft_probs=q, seeds=1, offsets=offsets)
+        return fk.fused.speculative_accept(
+            ids, target_logits=target, draft_probs=q, seeds=1, offsets=offsets, temperature=temperature
+        )
 
     step()
     torch.cuda.synchronize()

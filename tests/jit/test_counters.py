@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flashkernels.jit import counters as module
-from flashkernels.jit.counters import SLOT, counters
+from flashkernels.jit.counters import SLOT, counters, zeros
 
 
 class Device:
@@ -151,3 +151,18 @@ def test_on_a_gpu_a_graph_without_counters_of_its_own_clears_some_at_each_replay
     for _ in range(3):
         graph.replay()
         assert (made[0] == 1).all()
+
+
+def test_zeros_of_a_kernel_are_those_of_its_stream(device: Device) -> None:
+    device._C._cuda_getCurrentRawStream = lambda index: 3
+    found = zeros(SLOT // 2, torch.int64, 0)
+    assert found.data_ptr() == counters(0, 3) and found.dtype == torch.int64
+    assert zeros(1, torch.int32, 0).data_ptr() == counters(0, 3) and zeros(1, torch.int32, 0).dtype == torch.int32
+
+
+def test_more_zeros_than_a_slot_has_are_new(device: Device) -> None:
+    for index in (0, None):
+        found = zeros(SLOT // 2 + 1, torch.int64, index)
+        assert found.numel() == SLOT // 2 + 1 and found.dtype == torch.int64 and not found.any()
+        assert found.data_ptr() != zeros(SLOT // 2 + 1, torch.int64, index).data_ptr()
+    assert zeros(2, torch.int32, None).tolist() == [0, 0]

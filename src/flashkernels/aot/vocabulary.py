@@ -93,8 +93,9 @@ def sampling_recipes(work: Sampling, gpu: Gpu) -> list[Recipe]:
     impl = select(sampling.IMPLS, problem, gpu)
     if impl.name != "triton":
         return []
-    # With a top_p below 1, the search for what it cuts is launched too.
+    # With a top_p below 1, the search for what it cuts is launched; what cuts nothing may take a kernel of its own.
     numbers = sampling.Numbers(0.0 if work.greedy else 1.0, work.top_k, 0.9, 0.0, 1.0, 0.0, 0.0, 0, 0)
+    every = [numbers, *([] if work.greedy or work.top_k else [numbers._replace(top_p=1.0)])]
     seeds, offsets = (integers if given else None for given in (work.seeds, work.offsets))
 
     def run(dtype: torch.dtype) -> None:
@@ -105,7 +106,9 @@ def sampling_recipes(work: Sampling, gpu: Gpu) -> list[Recipe]:
         )
         call = sampling.Sample(work.top_n, sampling.room(numbers, settings, work.top_n), "auto")
         tensors = (logits, None, None, seeds, offsets, *settings)
-        impl.load().plan(problem, gpu, tensors, call)(numbers, *tensors)
+        planned = impl.load().plan(problem, gpu, tensors, call)
+        for one in every:
+            planned(one, *tensors)
 
     return [functools.partial(run, dtype) for dtype in (sampling.INTEGERS if "top_k" in work.rows else (torch.int64,))]
 
@@ -122,8 +125,14 @@ def accepting_recipes(work: Accepting, gpu: Gpu) -> list[Recipe]:
     impl = select(speculative.IMPLS, problem, gpu)
     if impl.name != "triton":
         return []
-    call, numbers = speculative.Accept(work.logits, "auto"), speculative.Numbers(1.0, 0, 0)
-    return [lambda: impl.load().plan(problem, gpu, tensors, call)(numbers, *tensors)]
+    call = speculative.Accept(work.logits, "auto")
+
+    def run() -> None:
+        planned = impl.load().plan(problem, gpu, tensors, call)
+        for temperature in (1.0, 0.0) if work.logits and not work.heats else (1.0,):
+            planned((temperature, 0, 0), *tensors)
+
+    return [run]
 
 
 def loss_recipes(work: Loss, gpu: Gpu) -> list[Recipe]:

@@ -342,7 +342,8 @@ def _call(
     if isinstance(window, list):
         window = tuple(window)
         settings = (*settings[:4], window, *settings[5:])
-    check_flag("deterministic", deterministic)
+    if deterministic is not False:
+        check_flag("deterministic", deterministic)
     eager = isinstance(window, tuple) and len(window) == 2 and not is_compiling()
     plain = eager and dropout_seed is None and not dropout_p and not any_autocast()
     run = _plans.ready(given, _settings(settings)) if plain else None

@@ -172,6 +172,8 @@ def norm_linear(
 
 
 def _name(activation: str | None) -> str:
+    if type(activation) is str and activation in ACTIVATIONS:
+        return activation
     check_choice("activation", activation, NAMES)
     return activation or ""
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from flashkernels.dispatch import Impl, leaves_the_cpu, select
 from flashkernels.fused.draws import MOST_TOKENS, draw
@@ -70,11 +71,14 @@ class Numbers(NamedTuple):
     seed: int
     offset: int
 
+    @property
+    def one(self) -> bool:
+        """Whether one token stays, by these numbers."""
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
+
     def settled(self, width: int) -> bool:
-        """Whether it is known how many tokens stay, by these numbers: one, or all."""
-        if self.temperature < GREEDY_BELOW or self.top_k == 1:
-            return True
-        return not 0 < self.top_k < width and self.top_p >= 1 and self.min_p <= 0
+        """Whether it is known how many tokens stay: one, or all."""
+        return self.one or (not 0 < self.top_k < width and self.top_p >= 1 and self.min_p <= 0)
 
 
 def sample(
@@ -126,28 +130,32 @@ def sample(
     torch.Size([2])
     """
     given = (temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty)
-    settings = NO_ROWS if PLAIN.issuperset(map(type, given)) else _rows(given)
+    settings, marked = (NO_ROWS, given) if PLAIN.issuperset(map(type, given)) else _rows(given)
     if seeds is None:
         _check_logits(logits)
         seeds = torch.randint(2**63 - 1, (logits.shape[0],), dtype=torch.int64, device=logits.device)
-    seed_rows = seeds if isinstance(seeds, Tensor) else None
-    offset_rows = offsets if isinstance(offsets, Tensor) else None
-    numbers = _numbers(given, settings, seeds, offsets)
-    capacity = room(numbers, settings, top_n) if type(top_n) is int else 0
+    try:
+        found, capacity = _prepared(top_n, *marked) if is_compiling() else _known(top_n, *marked)
+    except TypeError:
+        found, capacity = _prepared(top_n, *marked)  # it names what has no hash, and what is no number
+    if type(seeds) is int and type(offsets) is int and 0 <= seeds < 2**63 and 0 <= offsets < 2**63:
+        seed_rows = offset_rows = None
+        numbers: tuple[Any, ...] = (*found, seeds, offsets)
+    else:
+        (seed_rows, seed), (offset_rows, offset) = row_or_number("seeds", seeds), row_or_number("offsets", offsets)
+        numbers = (*found, seed, offset)
     call = (top_n, capacity, impl)  # as `Sample` has them
     tensors: tuple[Any, ...] = (logits, previous, counts, seed_rows, offset_rows, *settings)
     run = _forward.ready(tensors, call)
     if run is not None:
-        found: Sampled = run(numbers, *tensors)
-        return found
+        drawn: Sampled = run(numbers, *tensors)
+        return drawn
     _check(top_n, *tensors)  # the same errors as eager
-    floats = [float(x) for x in (*numbers[:1], *numbers[2:7])]
+    heat, k, share, least, *penalties, seed, offset = numbers
+    floats = [float(x) for x in (heat, share, least, *penalties)]
     return Sampled(
-        *sample_op(
-            logits, previous, counts, seed_rows, offset_rows, list(settings), floats, numbers.top_k, numbers.seed,
-            numbers.offset, *call,
-        )
-    )  # fmt: skip
+        *sample_op(logits, previous, counts, seed_rows, offset_rows, list(settings), floats, k, seed, offset, *call)
+    )
 
 
 PLAIN = frozenset((int, float))
@@ -156,29 +164,28 @@ NO_ROWS = (None,) * len(NAMES)
 RANGES = {"temperature": (0.0, None), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
 
 
-def _rows(given: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
-    """The settings that are tensors."""
-    return tuple([x if isinstance(x, Tensor) else None for x in given])
+def _rows(given: tuple[Any, ...]) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
+    """The settings that are tensors, and all of them with the class `Tensor` in the place of one."""
+    rows = tuple([x if isinstance(x, Tensor) else None for x in given])
+    return rows, tuple([x if row is None else Tensor for x, row in zip(given, rows, strict=True)])
 
 
-def _numbers(
-    given: tuple[Any, ...], settings: tuple[Tensor | None, ...], seeds: int | Tensor, offsets: int | Tensor
-) -> Numbers:
-    """The settings that are numbers, checked; a tensor's is one that changes nothing."""
-    numbers = given if settings is NO_ROWS else [Tensor if isinstance(x, Tensor) else x for x in given]
-    try:
-        found = _checked(*numbers) if torch.compiler.is_compiling() else _known(*numbers)
-    except TypeError:
-        found = _checked(*numbers)  # it names what has no hash, and what is no number
-    if type(seeds) is int and type(offsets) is int and seeds | offsets < 2**63 and seeds >= 0 and offsets >= 0:
-        return Numbers(*found, seeds, offsets)
-    for name, value in (("seeds", seeds), ("offsets", offsets)):
-        if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, Tensor)):
-            raise TypeError(f"{name}={value!r} must be a whole number or a tensor, got {type(value).__name__}")
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ValueError(f"{name}={value} does not fit 64 bits")
-    seed, offset = (0 if isinstance(x, Tensor) else x for x in (seeds, offsets))
-    return Numbers(*found, seed, offset)
+def row_or_number(name: str, value: Any) -> tuple[Tensor | None, Any]:
+    """seeds or offsets, checked: the tensor, or the number."""
+    if isinstance(value, Tensor):
+        return value, 0
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}={value!r} must be a whole number or a tensor, got {type(value).__name__}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name}={value} does not fit 64 bits")
+    return None, value
+
+
+def _prepared(top_n: Any, *marked: Any) -> tuple[tuple[float, int, float, float, float, float, float], int]:
+    """The settings that are numbers, checked (a tensor's is one that changes nothing), and the candidates' room."""
+    found = _checked(*marked)
+    rows = tuple([x if x is Tensor else None for x in marked])
+    return found, room(Numbers(*found, 0, 0), rows, top_n) if type(top_n) is int else 0
 
 
 def _checked(*numbers: Any) -> tuple[float, int, float, float, float, float, float]:
@@ -200,14 +207,15 @@ def _checked(*numbers: Any) -> tuple[float, int, float, float, float, float, flo
     if given and not isinstance(k, (int, torch.SymInt)):
         raise TypeError(f"top_k={k!r} must be a whole number or a tensor, got {type(k).__name__}")
     heat, _, share, least, repetition, presence, frequency = (float(x) for x in found)
+    heat = heat if heat >= GREEDY_BELOW else 0.0  # in fp32 it may be no less than that
     chosen = int(min(max(k, 0), MOST_TOKENS)) if given else 0
     return heat, chosen, share, least, repetition, presence, frequency
 
 
-_known = functools.lru_cache(maxsize=1024, typed=True)(_checked)  # 1, 1.0 and True are not equally valid
+_known = functools.lru_cache(maxsize=1024, typed=True)(_prepared)  # 1, 1.0 and True are not equally valid
 
 
-def room(numbers: Numbers, settings: tuple[Tensor | None, ...], top_n: int) -> int:
+def room(numbers: Numbers, settings: tuple[Any, ...], top_n: int) -> int:
     """Room for four times the candidates that are wanted, a power of two; the most where a tensor has their number."""
     low, high = CAPACITIES
     wanted = numbers.top_k
@@ -275,7 +283,7 @@ def _check(
 
 
 def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
-    """What it returns takes the numbers first."""
+    """What it returns takes the fields of `Numbers` first."""
     call = Sample(*settings)
     _check(call.top_n, *tensors)
     problem, gpu = row_problem("sample", tensors[0], 1), gpu_of(tensors[0])
@@ -286,8 +294,9 @@ def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
         return prepared
 
     def run(
-        numbers: Numbers, logits: Tensor, previous: Tensor | None, counts: Tensor | None, *settings: Tensor | None
-    ) -> Any:
+        numbers: tuple[Any, ...], logits: Tensor, previous: Tensor | None, counts: Tensor | None,
+        *settings: Tensor | None,
+    ) -> Any:  # fmt: skip
         beside = None if counts is None or counts.stride(1) == 1 else counts.contiguous()
         dense = (None if x is None else x.contiguous() for x in settings)
         return prepared(numbers, logits, previous, counts if beside is None else beside, *dense)
@@ -303,10 +312,11 @@ _forward = Plans(_plan)
 
 def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Sample) -> Run:
     def run(
-        numbers: Numbers, logits: Tensor, previous: Tensor | None, counts: Tensor | None, seeds: Tensor | None,
+        numbers: tuple[Any, ...], logits: Tensor, previous: Tensor | None, counts: Tensor | None, seeds: Tensor | None,
         offsets: Tensor | None, *settings: Tensor | None,
     ) -> Sampled:  # fmt: skip
         rows, device = logits.shape[0], logits.device
+        first_seed, same_offset = numbers[7:]
 
         def column(x: Tensor | None, number: float) -> Tensor:
             return torch.full((rows,), number, device=device)[:, None] if x is None else x[:, None]
@@ -321,8 +331,8 @@ def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: S
         dead = x.amax(1) == -torch.inf
         x = torch.where(dead[:, None], 0.0, x)
         stay = kept(x, torch.where(greedy, 1, top_k), top_p, min_p)
-        seed = torch.arange(rows, device=device) + numbers.seed if seeds is None else seeds
-        offset = torch.full((rows,), numbers.offset, device=device) if offsets is None else offsets
+        seed = torch.arange(rows, device=device) + first_seed if seeds is None else seeds
+        offset = torch.full((rows,), same_offset, device=device) if offsets is None else offsets
         relative = torch.where(stay, x - x.amax(1, keepdim=True), -torch.inf)
         ids = draw(relative, seed, offset, _whole(x, greedy, top_k, top_p, min_p))
         logprobs = torch.where(dead[:, None], torch.nan, x - x.logsumexp(1, keepdim=True))
@@ -382,7 +392,7 @@ def sample_op(
     """`settings` are temperature, top_k, top_p, min_p and the three penalties; `numbers` the same without top_k."""
     tensors = (logits, previous, counts, seeds, offsets, *settings)
     heat, share, least, repetition, presence, frequency = numbers
-    given = Numbers(heat, top_k, share, least, repetition, presence, frequency, seed, offset)
+    given = (heat, top_k, share, least, repetition, presence, frequency, seed, offset)
     return tuple(_forward.find(tensors, (top_n, capacity, impl))(given, *tensors))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from flashkernels.dispatch import Impl, leaves_the_cpu, select
 from flashkernels.fused.draws import ACCEPT, MOST_TOKENS, NEW_SEGMENT, NEW_TOKEN, draw, first_largest, uniform, words
 from flashkernels.fused.rows import RowProblem, check_number, gpu_of, needs_triton, row_problem
-from flashkernels.fused.sampling import ALLOWED, GREEDY_BELOW, INTEGERS, MOST_NUMBER, check_tensor
+from flashkernels.fused.sampling import ALLOWED, GREEDY_BELOW, INTEGERS, MOST_NUMBER, check_tensor, row_or_number
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import Plans, Run
 
@@ -99,15 +100,21 @@ def speculative_accept(
     if (target_logits is None) == (target_probs is None):
         raise ValueError("one of target_logits and target_probs must be given, and not both")
     target = target_logits if target_logits is not None else target_probs
-    heats, heat = (temperature, 1.0) if isinstance(temperature, Tensor) else (None, _heat(temperature))
+    heats, heat = None, 1.0
+    if type(temperature) is not float and isinstance(temperature, Tensor):  # which takes 0.1 µs to deny
+        heats = temperature
+    else:
+        heat = _heat(temperature)
     if target_probs is not None and (heats is not None or heat != 1):
         raise ValueError(f"temperature={temperature} is for target_logits; target_probs are taken as they are")
     if seeds is None:
         _check_ids(draft_ids)
         seeds = torch.randint(2**63 - 1, draft_ids.shape[:1], dtype=torch.int64, device=draft_ids.device)
-    seed_rows, seed = (seeds, 0) if isinstance(seeds, Tensor) else (None, _whole("seeds", seeds))
-    offset_rows, offset = (offsets, 0) if isinstance(offsets, Tensor) else (None, _whole("offsets", offsets))
-    numbers = Numbers(heat, seed, offset)
+    plain = type(seeds) is int and 0 <= seeds < 2**63
+    seed_rows, seed = (None, seeds) if plain else row_or_number("seeds", seeds)
+    plain = type(offsets) is int and 0 <= offsets < 2**63
+    offset_rows, offset = (None, offsets) if plain else row_or_number("offsets", offsets)
+    numbers = (heat, seed, offset)  # as `Numbers` has them
     call = (target_logits is not None, impl)  # as `Accept` has them
     tensors = (draft_ids, target, draft_probs, parents, heats, seed_rows, offset_rows)
     run = _forward.ready(tensors, call)
@@ -122,16 +129,11 @@ def speculative_accept(
 
 
 def _heat(temperature: float) -> float:
-    check_number("temperature", temperature)
-    if temperature < 0:
-        raise ValueError(f"temperature={temperature} must be at least 0")
-    return float(temperature)
-
-
-def _whole(name: str, value: int) -> int:
-    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
-        raise TypeError(f"{name}={value!r} must be a whole number or a tensor, got {type(value).__name__}")
-    return value
+    if type(temperature) is not float or not 0 <= temperature < math.inf:
+        check_number("temperature", temperature)
+        if temperature < 0:
+            raise ValueError(f"temperature={temperature} must be at least 0")
+    return float(temperature) if temperature >= GREEDY_BELOW else 0.0  # in fp32 it may be no less than that
 
 
 def _check_ids(draft_ids: Tensor) -> None:
@@ -167,7 +169,7 @@ def _check(
 
 
 def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
-    """What it returns takes the numbers first."""
+    """What it returns takes the fields of `Numbers` first."""
     _check(*tensors)
     target, call = tensors[1], Accept(*settings)
     problem, gpu = row_problem("speculative_accept", target, 1), gpu_of(target)
@@ -182,13 +184,13 @@ _forward = Plans(_plan)
 
 def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Accept) -> Run:
     def run(
-        numbers: Numbers, draft_ids: Tensor, target: Tensor, draft_probs: Tensor | None, parents: Tensor | None,
-        heats: Tensor | None, seeds: Tensor | None, offsets: Tensor | None,
+        numbers: tuple[float, int, int], draft_ids: Tensor, target: Tensor, draft_probs: Tensor | None,
+        parents: Tensor | None, heats: Tensor | None, seeds: Tensor | None, offsets: Tensor | None,
     ) -> Accepted:  # fmt: skip
-        rows, device = draft_ids.shape[0], draft_ids.device
-        heat = torch.full((rows,), numbers.temperature, device=device) if heats is None else heats
-        seed = torch.arange(rows, device=device) + numbers.seed if seeds is None else seeds
-        offset = torch.full((rows,), numbers.offset, device=device) if offsets is None else offsets
+        rows, device, given = draft_ids.shape[0], draft_ids.device, Numbers(*numbers)
+        heat = torch.full((rows,), given.temperature, device=device) if heats is None else heats
+        seed = torch.arange(rows, device=device) + given.seed if seeds is None else seeds
+        offset = torch.full((rows,), given.offset, device=device) if offsets is None else offsets
         return _accepted(draft_ids.long(), _distributions(target, heat, call), draft_probs, parents, seed, offset)
 
     return run
@@ -265,7 +267,7 @@ def accept_op(
     seeds: Tensor | None, offsets: Tensor | None, temperature: float, seed: int, offset: int, logits: bool, impl: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     tensors = (draft_ids, target, draft_probs, parents, heats, seeds, offsets)
-    return tuple(_forward.find(tensors, (logits, impl))(Numbers(temperature, seed, offset), *tensors))
+    return tuple(_forward.find(tensors, (logits, impl))((temperature, seed, offset), *tensors))
 
 
 @accept_op.register_fake

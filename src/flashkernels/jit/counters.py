@@ -7,7 +7,9 @@ has its own; so has each CUDA graph, whatever stream it is replayed on.
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +30,27 @@ def counters(device: int, stream: int) -> int:
     capture = _capture_id(stream) if torch._C._cuda_isCurrentStreamCapturing() else 0
     found = _slots.get((device, stream, capture))
     return _new_slot(device, stream, capture) if found is None else found
+
+
+class Address:
+    """Numbers on a device by their address: what a launch needs of a tensor."""
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address, self.dtype = address, dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+_address = functools.lru_cache(maxsize=4 * SLOTS)(Address)
+
+
+def zeros(count: int, dtype: torch.dtype, device: int | None) -> Any:
+    """So many of them for one launch of a Triton kernel on the current stream, which leaves them at zero. The device is
+    the current one; None is the CPU."""
+    if device is None or count * dtype.itemsize > SLOT * 4:
+        return torch.zeros(count, dtype=dtype, device="cpu" if device is None else f"cuda:{device}")
+    return _address(counters(device, torch._C._cuda_getCurrentRawStream(device)), dtype)
 
 
 def _new_slot(device: int, stream: int, capture: int) -> int:

@@ -98,13 +98,13 @@ class Kernel:
             (1, 1, 1), (block, 1, 1), self.shared, None, ctypes.cast(attributes, ctypes.POINTER(Attribute)),
             len(self.attributes),
         )  # fmt: skip
-        told, launch = (1, 0), None  # grid and stream, and the driver's function with its arguments
+        blocks, queue, launch = 1, 0, None  # the grid and stream of `config`, the driver's function with its arguments
 
         def start(grid: int, stream: int) -> None:
-            nonlocal told, launch
-            if told != (grid, stream):
+            nonlocal blocks, queue, launch
+            if grid != blocks or stream != queue:
                 config.grid[0], config.stream = grid, stream
-                told = (grid, stream)
+                blocks, queue = grid, stream
             if launch is None:
                 arguments = (byref(config), self.prepare(), byref(addresses), None)
                 launch = functools.partial(launcher().cuLaunchKernelEx, *arguments)

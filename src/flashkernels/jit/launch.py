@@ -7,6 +7,7 @@ that once. The caller promises that later calls agree with the first in everythi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashkernels.jit import notes, specialised, strict
 from flashkernels.jit.mode import interpreting
+
+Box = tuple[tuple[int, ...], tuple[int, ...], list[int]]  # shape, strides and block of a descriptor
 
 
 class Descriptor:
@@ -32,34 +35,53 @@ def compile_options(warps: int, stages: int, registers: int) -> dict[str, Any]:
 
 
 class Launcher:
-    """A kernel with its compile-time arguments; the first call finds or compiles it, the following ones only launch."""
+    """A kernel with its compile-time arguments; the first call finds or compiles it, the following ones only launch.
 
-    def __init__(self, kernel: Any, constants: dict[str, Any], options: dict[str, Any]) -> None:
-        self.kernel, self.constants, self.options = kernel, constants, options
+    `boxes`, by place among the tensors, are of those that TMA reads alike in all launches: what a call gives there is
+    the tensor itself, which spares it a `Descriptor`. Where a box is None, the kernel takes None.
+    """
+
+    def __init__(
+        self, kernel: Any, constants: dict[str, Any], options: dict[str, Any], device: int | None,
+        boxes: Mapping[int, Box | None] | None = None,
+    ) -> None:  # fmt: skip
+        self.kernel, self.constants, self.options, self.boxes = kernel, constants, options, boxes or {}
+        self.device = device  # of the tensors, the current one of each call; None is the CPU
         self.compiled: Any = None  # by Triton
         self.direct: specialised.Parameters | None = None
 
-    def __call__(self, grid: int, device: int | None, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
+    def __call__(self, grid: int, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
         """Runs `grid` programs. The kernel takes `tensors` (pointers, descriptors, None) first, then `numbers`, then
         its constants."""
-        direct = self.direct
-        if direct is not None and device is not None and not _hooked():
+        direct, device = self.direct, self.device
+        if direct is not None and device is not None and not hooked():
             direct.launch(grid, torch._C._cuda_getCurrentRawStream(device), tensors, numbers)
         elif self.compiled is None:
-            self._first(grid, device, tensors, numbers)
+            self._first(grid, tensors, numbers)
         else:
-            self.compiled[(grid, 1, 1)](*map(_validated, tensors), *numbers, *self.constants.values())
+            seen = map(_validated, self.described(tensors))
+            self.compiled[(grid, 1, 1)](*seen, *numbers, *self.constants.values())
 
-    def _first(self, grid: int, device: int | None, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
+    def described(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the kernel takes, where a call gives these."""
+        if not self.boxes:
+            return tensors
+        seen = list(tensors)
+        for at, box in self.boxes.items():
+            seen[at] = None if box is None else Descriptor(tensors[at], *box)
+        return tuple(seen)
+
+    def _first(self, grid: int, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
         """Launches what our cache has, or what Triton finds or compiles. Where programs are noted, notes it."""
-        arguments = (*map(_validated, tensors), *numbers)
+        seen, device = self.described(tensors), self.device
+        arguments = (*map(_validated, seen), *numbers)
         fusion = {"enable_fp_fusion": knobs.language.default_fp_fusion}  # as everywhere; unsaid, Triton 3.9 warns of it
         keywords = {**self.constants, **self.options, **fusion}
         noting = notes.current()
         if noting is not None:
             noting.programs.append(specialised.specialise(self.kernel, arguments, keywords, noting.cc))
             return
-        if device is None or interpreting() or not specialised.SUPPORTED or _hooked():
+        if device is None or interpreting() or not specialised.SUPPORTED or hooked():
             made = self.kernel[(grid,)](*arguments, **keywords)
             self.compiled = None if interpreting() else made
             return
@@ -75,14 +97,18 @@ class Launcher:
         if found is None:
             self.compiled[(grid, 1, 1)](*arguments, *self.constants.values())
             return
-        self.direct = specialised.Parameters(found, tensors, numbers)
+        self.direct = specialised.Parameters(found, seen, numbers, frozenset(self.boxes))
         self.direct.launch(grid, torch._C._cuda_getCurrentRawStream(device), tensors, numbers)
 
 
-def _hooked() -> bool:
-    """Whether a profiler listens to launches: a hook is None, or a chain of the calls it makes."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+def hooked() -> bool:
+    """Whether a profiler listens to launches: a hook is a chain of the calls it makes, and may be None or one call."""
+    runtime: Any = knobs.runtime
+    try:
+        return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+    except AttributeError:
+        hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+        return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 def _validated(x: Any) -> Any:

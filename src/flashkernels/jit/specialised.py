@@ -256,9 +256,13 @@ class Loaded:
 
 class Parameters:
     """The parameters of a kernel as the driver reads them, for launches of one kind. A launch writes what differs from
-    the one before: pointers always, the map of a tensor where its address is another, numbers where their tuple is."""
+    the one before: pointers always, the map of a tensor where its address is another, numbers where their tuple is.
 
-    def __init__(self, loaded: Loaded, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
+    `alike` are the places of descriptors of which launches give the tensor alone, as sizes and strides stay."""
+
+    def __init__(
+        self, loaded: Loaded, tensors: tuple[Any, ...], numbers: tuple[Any, ...], alike: frozenset[int] = frozenset()
+    ) -> None:
         self.lock = threading.Lock()
         found = layout(loaded.signature)
         self.buffer = ctypes.create_string_buffer(found.size + 64)
@@ -269,7 +273,8 @@ class Parameters:
         self.words = (ctypes.c_uint64 * (found.size // 8)).from_buffer(self.buffer, first)
         self.pointers: list[tuple[int, int]] = []  # which of the words, and which of the tensors
         self.maps: list[Map] = []
-        at = 0
+        self.moved: list[tuple[int, Map]] = []  # of tensors that are given without a descriptor
+        at, formats = 0, iter(loaded.formats)
         for i, x in enumerate(tensors):
             if x is None:
                 continue
@@ -278,7 +283,12 @@ class Parameters:
                 self.pointers.append((offset // 8, i))
                 at += 1
             else:
-                self.maps.append(Map(loaded.formats[len(self.maps)], i, self.buffer, first + offset))
+                one = Map(next(formats), i, self.buffer, first + offset)
+                if i in alike:
+                    one.write(x)
+                    self.moved.append((i, one))
+                else:
+                    self.maps.append(one)
                 at += 1 + len(x.shape) + len(x.strides)
         left = [i for i in range(len(numbers)) if loaded.signature[len(tensors) + i] != "constexpr"]
         self.chosen = operator.itemgetter(*left) if len(left) > 1 else lambda values: tuple(values[i] for i in left)
@@ -293,6 +303,10 @@ class Parameters:
                 words[at] = tensors[i].data_ptr()
             for one in self.maps:
                 one.write(tensors[one.index])
+            for i, one in self.moved:
+                address = tensors[i].data_ptr()
+                if address != one.written[0]:
+                    one.move(address)
             if numbers is not self.numbers:
                 self.write(*self.chosen(numbers), 0, 0)
                 self.numbers = numbers
@@ -314,14 +328,22 @@ class Map:
 
     def write(self, x: Any) -> None:
         kind = (x.base.data_ptr(), x.shape, x.strides)
-        if kind == self.written:
-            return
+        if kind != self.written:
+            self.put_map(kind)
+
+    def move(self, address: int) -> None:
+        """The same of a tensor elsewhere."""
+        self.put_map((address, *self.written[1:]))
+
+    def put_map(self, kind: tuple[Any, ...]) -> None:
+        """Of this address, sizes and strides."""
         found = self.known.get(kind)
         if found is None:
             if len(self.known) >= MOST_MAPS:
                 self.known.clear()
             found = self.known[kind] = self.encoded(*kind)
-        self.put(found, *x.shape, *x.strides)
+        _, shape, strides = kind
+        self.put(found, *shape, *strides)
         self.written = kind
 
     def encoded(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:

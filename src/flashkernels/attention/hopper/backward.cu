@@ -5,14 +5,16 @@
 //
 // A block of `backward` is one producer warp, which only issues loads (TMA), and two consumer warpgroups. A tile is a
 // block of keys of one key head. Its K and V stay in shared memory; the queries that see them, of all query heads that
-// share the key head, pass by in blocks of 64. P is made again from the log-sum-exp. dK and dV are summed in registers;
-// dQ is summed in memory, by additions whose order is not fixed: it is not the same to the bit in every run, unless
-// `gradient_of_queries` makes it.
+// share the key head, pass by in blocks of 64 or more. P is made again from the log-sum-exp. dK and dV are summed in
+// registers; dQ is summed in memory, by additions whose order is not fixed: it is not the same to the bit in every run,
+// unless `gradient_of_queries` makes it.
 //
 // The order of statements around wgmma is not free: docs/notes/hopper_backward.md has the rules.
 #include "config.cuh"
 #if PAIRED_CONSUMERS
 #include "backward_pair.cuh"
+#elif TALL_BLOCKS
+#include "backward_tall.cuh"
 #else
 #include "backward_split.cuh"
 #endif
@@ -132,19 +134,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
   if (threadIdx.x == 0) {
     mbarrier::init(smem + K_FULL, 1);
     mbarrier::init(smem + V_FULL, 1);
-    mbarrier::init(smem + KV_EMPTY, 8);
+    mbarrier::init(smem + KV_EMPTY, 8 * RELEASES);
     mbarrier::init(smem + RAW, 1);
-    mbarrier::init(smem + P_FULL, 4);
-    mbarrier::init(smem + P_EMPTY, 4);
+    mbarrier::init(smem + P_FULL, 4 * RELEASES);
+    mbarrier::init(smem + P_EMPTY, 4 * RELEASES);
     for (int i = 0; i < Q_STAGES; i++) {
       mbarrier::init(smem + Q_FULL + 8 * i, 1);
-      mbarrier::init(smem + Q_EMPTY + 8 * i, 8);
+      mbarrier::init(smem + Q_EMPTY + 8 * i, 8 * RELEASES);
     }
     for (int i = 0; i < 2; i++) {
       mbarrier::init(smem + O_FULL + 8 * i, 1);
-      mbarrier::init(smem + O_EMPTY + 8 * i, 8);
-      mbarrier::init(smem + DS_FULL + 8 * i, DS_WRITERS);
-      mbarrier::init(smem + DS_EMPTY + 8 * i, DS_READERS);
+      mbarrier::init(smem + O_EMPTY + 8 * i, 8 * RELEASES);
+      mbarrier::init(smem + DS_FULL + 8 * i, DS_WRITERS * RELEASES);
+      mbarrier::init(smem + DS_EMPTY + 8 * i, DS_READERS * RELEASES);
       mbarrier::init(smem + WORK_FULL + 8 * i, 1);
       mbarrier::init(smem + WORK_EMPTY + 8 * i, 8);
     }

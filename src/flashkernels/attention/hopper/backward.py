@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from flashkernels.attention.hopper import backward_source as source, backward_tiles as tiles
-from flashkernels.attention.hopper.backward_source import BLOCK, OWN_KEYS, OWN_QUERIES, THREADS, BackwardVariant
+from flashkernels.attention.hopper.backward_source import OWN_KEYS, OWN_QUERIES, THREADS, BackwardVariant
 from flashkernels.attention.hopper.forward import FAR, LOG2E, SECTION_BYTES, spaced
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.tensors import Given, RunBackward, Tensors, strides_of, unaddressable
 from flashkernels.hardware import Gpu
 from flashkernels.jit import driver, nvrtc
+from flashkernels.jit.block import ParameterBlock
 from flashkernels.jit.counters import counters
 
 POINTERS = (
@@ -63,7 +64,7 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
     """Chooses the variant, compiles it, and lays out all of the launches that the signature decides."""
     call, wanted = problem.call, problem.wanted
     variant = tiles.choose(problem)
-    device = tensors.q.device.index
+    device, size = tensors.q.device.index, variant.tile.queries
     code = library(variant)
     rows, order, main = code.kernel("rows", 0), code.kernel("order", 0), code.kernel("backward", variant.shared)
     after = code.kernel("queries", 0)
@@ -80,14 +81,9 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
     grid = min(gpu.sms, most_tiles(call, variant))
     own_blocks = params.own_blocks * rows_of_heads if variant.own_dq and variant.want_q else 0
     bad_blocks = params.bad_blocks * rows_of_keys if own_blocks and hides else 0
-    # One block of parameters for all calls of this signature: what changes is written into it before each launch.
-    buffer = ctypes.create_string_buffer(ctypes.sizeof(Params) + 64)
-    offset = -ctypes.addressof(buffer) % 64
-    address = ctypes.addressof(buffer) + offset
-    ctypes.memmove(address, ctypes.addressof(params), ctypes.sizeof(Params))
-    write_maps = functools.partial(MAPS.pack_into, buffer, offset)
-    write_addresses = functools.partial(ADDRESSES.pack_into, buffer, offset + Params.q_data.offset)
-    write_scales = functools.partial(SCALES.pack_into, buffer, offset + Params.scale.offset)
+    block = ParameterBlock(params)
+    address, write_maps = block.address, block.writer("q", MAPS)
+    write_addresses, write_scales = block.writer("q_data", ADDRESSES), block.writer("scale", SCALES)
     lock = threading.Lock()
     mapped, known = (0, 0, 0, 0), driver.Kept()
     # keys that no query could see, and rows of a ragged batch that belong to no sequence, are nobody's to write
@@ -108,8 +104,8 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
             fresh(x.shape, dtype=x.dtype, device=x.device) if name in wanted else None
             for name, x in zip("qkv", (q, k, v), strict=True)
         ]
-        statistics = lse.new_empty(2, blocks * BLOCK)
-        sums = lse.new_empty(blocks * BLOCK * call.head_dim) if variant.adds_dq else None
+        statistics = lse.new_empty(2, blocks * size)
+        sums = lse.new_empty(blocks * variant.sums) if variant.adds_dq else None
         notes = lse.new_empty(blocks, dtype=torch.int32)
         bad = lse.new_empty(2 * bad_blocks, dtype=torch.int64)
         delta = torch.zeros_like(lse) if "sinks" in wanted else None
@@ -122,7 +118,7 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
             if mapped != pointers:
                 found = known.get(pointers)
                 if found is None:
-                    rows_of = (BLOCK, variant.key_box, variant.key_box, BLOCK)
+                    rows_of = (size, variant.key_box, variant.key_box, size)
                     maps = (boxes(x, n, call.dtype) for x, n in zip((q, k, v, grad_out), rows_of, strict=True))
                     found = known[pointers] = b"".join(maps)
                 write_maps(found)
@@ -144,7 +140,7 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
             if own_blocks:
                 after.launch(own_blocks, THREADS, stream, address)
             elif variant.adds_dq:
-                after.launch(blocks, 128, stream, address)
+                after.launch(blocks, 2 * size, stream, address)
         dsinks = None if delta is None or sinks is None else sinks_gradient(delta, lse, sinks)
         return [*grads, None, dsinks, None]
 
@@ -192,7 +188,8 @@ def described(
         batch=call.batch, heads=call.heads, group=call.heads // call.kv_heads, kv_heads=call.kv_heads,
         seq_q=call.seq_q, seq_k=call.seq_k, total_q=call.total_q,
         total_k_rows=call.total_k if call.varlen else call.seq_k, left=left, right=right,
-        blocks=cut(call.seq_q, call.total_q, BLOCK), own_blocks=cut(call.seq_q, call.total_q, OWN_QUERIES),
+        blocks=cut(call.seq_q, call.total_q, variant.tile.queries),
+        own_blocks=cut(call.seq_q, call.total_q, OWN_QUERIES),
         bad_blocks=cut(call.seq_k, call.total_k, OWN_KEYS),
         key_blocks=-(-call.seq_k // variant.tile.keys),
         tiles=0 if call.varlen else most_tiles(call, variant),

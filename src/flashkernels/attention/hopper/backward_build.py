@@ -67,10 +67,8 @@ def build(variant: BackwardVariant) -> BackwardReport:
 
 def variant(dim: int, dim_v: int = 0, deterministic: bool = False, **flags: bool) -> BackwardVariant:
     """A variant with the tile that its problems take."""
-    on = {name for name, value in flags.items() if value}
-    hides = bool(on & {"left", "right", "varlen"})
-    crowded = bool(on & {"left", "alibi", "varlen"})
-    tile = by_dimension(dim, dim_v or dim, softcap="softcap" in on, hides=hides, crowded=crowded)
+    logits = {name: on for name, on in flags.items() if name in ("left", "right", "softcap", "alibi", "varlen")}
+    tile = by_dimension(dim, dim_v or dim, deterministic=deterministic, **logits)
     return BackwardVariant(dim, dim_v or dim, tile, own_dq=deterministic or tile.paired, **flags)
 
 
@@ -78,7 +76,7 @@ def label(one: BackwardVariant) -> str:
     """A short name: sizes, tile and flags.
 
     >>> label(variant(72, 104, right=True, want_k=False))
-    'd72-v104-split-q3-separate-right-qv'
+    'd72-v104-split-q3-separate-staged-right-qv'
     """
     flags = ("fp16", "left", "right", "softcap", "alibi", "varlen", "own_dq")
     dims = [f"d{one.head_dim}"] + [f"v{one.head_dim_v}"] * (one.head_dim_v != one.head_dim)

@@ -9,44 +9,19 @@
 #include "backward_tile.cuh"
 
 struct Pair : Tile {
-  const u32 ds_rows, k_columns;  // descriptors (lower halves)
-  u32 words[WORDS];              // P of the first, dS of the second
+  const u32 k_columns;  // descriptor (lower half)
+  u32 words[WORDS];     // P of the first, dS of the second
   static_assert(DQ_FIRST % 64 == 0, "the columns of each start at a chunk");
 
   DEVICE Pair(const Params& p, u32 smem, int group, int warp, int lane)
-      : Tile(p, smem, group, warp, lane), ds_rows(wgmma::by_row(smem + DS_AT)),
+      : Tile(p, smem, group, warp, lane),
         k_columns(wgmma::by_column(smem + K_AT + group * (DQ_FIRST / 64) * KEYS * ROW, ROW, KEYS)) {}
 
-  template <int STEPS> DEVICE void issue_scores(float (&to)[SCORES], u32 keys, u32 rows) {  // keys·rowsᵀ
-    wgmma::fence();
-#pragma unroll
-    for (int k = 0; k < STEPS; k++) {
-      const u64 a = wgmma::descriptor(keys + (column_step(k, KEYS) >> 4), ROW);
-      const u64 b = wgmma::descriptor(rows + (column_step(k, BLOCK) >> 4), ROW);
-      if (k == 0) mma_scores_first(to, a, b);
-      else mma_scores(to, a, b);
-    }
-    wgmma::commit();
-  }
-  template <int N> DEVICE void issue_dq(float (&dq)[N / 2], u32 n) {  // N columns of dQ = dS·K
-    publish_shared();
-    const u32 from = ds_rows + buffer(n) * (DS_TILE >> 4);
-    wgmma::fence();
-#pragma unroll
-    for (int k = 0; k < KEYS / 16; k++) {
-      const u64 a = wgmma::descriptor(from + (column_step(k, BLOCK) >> 4), ROW);
-      const u64 b = wgmma::descriptor(k_columns + (row_step(k) >> 4), ROW);
-      if (k == 0) mma_dq_first(dq, a, b);
-      else mma_dq(dq, a, b);
-    }
-    wgmma::commit();
-  }
   // N columns of dQ of the n-th block are added to block `to`. Afterwards nothing is in flight: with dK or dV behind
   // it, heads from 224 on would not fit the registers.
   template <int N> DEVICE void make_dq(u32 n, int to) {
     float dq[N / 2];
-    await(DS_FULL, n);
-    issue_dq<N>(dq, n);
+    issue_dq(dq, k_columns, n);
     wgmma::wait<0>();
     keep(dq);
     release(DS_EMPTY + 8 * buffer(n));
@@ -64,15 +39,6 @@ struct Weights : Pair {
   static constexpr bool ADDS = WANT_Q && DQ_FIRST > 0;
 
   DEVICE Weights(const Params& p, u32 smem, int warp, int lane) : Pair(p, smem, 0, warp, lane) {}
-
-  DEVICE void issue_dv() {  // dV += Pᵀ·dO
-    const u32 from = wgmma::by_column(smem + O_AT + O_TILE * buffer(done), ROW, BLOCK);
-    wgmma::fence();
-#pragma unroll
-    for (int k = 0; k < BLOCK / 16; k++)
-      if (WANT_V) mma_dv(dv, words + 4 * k, wgmma::descriptor(from + (row_step(k) >> 4), ROW));
-    wgmma::commit();
-  }
 
   // The weights to the other warpgroup.
   DEVICE void pass() {
@@ -99,7 +65,7 @@ struct Weights : Pair {
     q.advance();
     advance();
     await(O_FULL, done);
-    issue_dv();
+    issue_dv(dv, words, done);
     if constexpr (ADDS && FIRST) wgmma::wait<0>();
     if constexpr (ADDS && !FIRST) make_dq<DQ_FIRST>(done - 1, previous);
     done++;
@@ -140,15 +106,6 @@ struct Gradients : Pair {
 
   DEVICE Gradients(const Params& p, u32 smem, int warp, int lane) : Pair(p, smem, 1, warp, lane) {}
 
-  DEVICE void issue_dk() {  // dK += dSᵀ·Q
-    const u32 from = wgmma::by_column(smem + Q_AT + Q_TILE * q.stage, ROW, BLOCK);
-    wgmma::fence();
-#pragma unroll
-    for (int k = 0; k < BLOCK / 16; k++)
-      if (WANT_K) mma_dk(dk, words + 4 * k, wgmma::descriptor(from + (row_step(k) >> 4), ROW));
-    wgmma::commit();
-  }
-
   template <bool FIRST> DEVICE void step() {
     await(O_FULL, done);
     issue_scores<V_STEPS>(dp, wgmma::by_row(smem + V_AT), wgmma::by_row(smem + O_AT + O_TILE * buffer(done)));
@@ -169,7 +126,7 @@ struct Gradients : Pair {
     if constexpr (WANT_Q) put_ds(words);
     advance();
     await_q(q);
-    issue_dk();
+    issue_dk(dk, words);
     if constexpr (WANT_Q && FIRST) wgmma::wait<0>();
     if constexpr (WANT_Q && !FIRST) make_dq<DQ_COLUMNS>(done - 1, previous);
     if constexpr (WANT_Q) finish_dk();

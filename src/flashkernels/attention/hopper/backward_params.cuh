@@ -36,7 +36,6 @@ struct Params {
 constexpr bool BAND = LEFT || RIGHT;
 constexpr bool HIDES = BAND || VARLEN;  // some loaded rows may not see some loaded keys
 
-constexpr int BLOCK = 64;  // queries of a block
 constexpr int THREADS = 384;
 constexpr int ROW = 128;  // bytes of a chunk's row: 64 columns, swizzled; columns past the head's end are zeros
 constexpr int K_CHUNKS = ceil_div(D, 64), V_CHUNKS = ceil_div(DV, 64);
@@ -47,13 +46,15 @@ constexpr int K_TILE = KEYS * ROW * K_CHUNKS, V_TILE = KEYS * ROW * V_CHUNKS;
 constexpr int Q_TILE = BLOCK * ROW * K_CHUNKS, O_TILE = BLOCK * ROW * V_CHUNKS;
 constexpr int DS_TILE = BLOCK * KEYS * 2;
 constexpr int STATISTICS = BLOCK * 4;
+constexpr int SUMS = BLOCK * (TALL ? round_up(D, 16) : D);  // of a block's dQ
 constexpr int K_AT = 0;
 constexpr int V_AT = K_AT + K_TILE;
 constexpr int Q_AT = V_AT + V_TILE;
 constexpr int O_AT = Q_AT + Q_TILE * Q_STAGES;  // two buffers of dO,
 constexpr int DS_AT = O_AT + O_TILE * 2;        // and of dS
 constexpr int P_AT = DS_AT + DS_TILE * 2;       // paired: P on its way from one warpgroup to the other
-constexpr int LEVEL_AT = P_AT + (PAIRED ? 128 * BLOCK : 0);
+constexpr int STAGE_AT = P_AT + (PAIRED ? 128 * BLOCK : 0);  // staged: dQ on its way to memory
+constexpr int LEVEL_AT = STAGE_AT + (STAGED ? 512 * DQ_COLUMNS : 0);
 constexpr int DELTA_AT = LEVEL_AT + STATISTICS * Q_STAGES;
 constexpr int K_FULL = DELTA_AT + STATISTICS * 2;  // barriers, 8 bytes each
 constexpr int V_FULL = K_FULL + 8;

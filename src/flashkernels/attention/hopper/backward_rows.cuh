@@ -31,7 +31,7 @@ DEVICE bool is_finite(float x) { return x - x == 0.f; }
 DEVICE float dot(u32 x, u32 y) { return fmaf(low(x), low(y), high(x) * high(y)); }
 DEVICE float dot(uint4 x, uint4 y) { return dot(x.x, y.x) + dot(x.y, y.y) + dot(x.z, y.z) + dot(x.w, y.w); }
 
-// 64 queries of one head, by their place in `level`, `delta`, `sums` and `poisoned`. `rows` <= 0: nobody's.
+// A block of queries of one head, by their place in `level`, `delta`, `sums` and `poisoned`. `rows` <= 0: nobody's.
 struct QueryBlock {
   int batch, head, q_row, first, rows;  // first: row of its sequence; rows: of the sequence, from there on
 };
@@ -67,9 +67,9 @@ extern "C" __global__ void __launch_bounds__(256) rows(const __grid_constant__ P
   const int t = threadIdx.x;
   if (b.rows <= 0) return;
   if (WANT_Q) {
-    float4* sums = (float4*)(p.sums + (i64)blockIdx.x * BLOCK * D);
+    float4* sums = (float4*)(p.sums + (i64)blockIdx.x * SUMS);
 #pragma unroll 4
-    for (int i = t; i < BLOCK * D / 4; i += 256) sums[i] = {0.f, 0.f, 0.f, 0.f};
+    for (int i = t; i < SUMS / 4; i += 256) sums[i] = {0.f, 0.f, 0.f, 0.f};
   }
   constexpr int WIDEST = D > DV ? D : DV, LANES = WIDEST <= 64 ? 8 : WIDEST <= 128 ? 16 : 32;  // of a row
   const int lane = t % LANES;
@@ -82,8 +82,9 @@ extern "C" __global__ void __launch_bounds__(256) rows(const __grid_constant__ P
   const int owned = VARLEN ? p.cu_q[p.batch] - row : b.rows;  // rows from here on that are somebody's
   bool bad = false;
 #pragma unroll
-  for (int i = 0; i < BLOCK * LANES / 256; i++) {
+  for (int i = 0; i < ceil_div(BLOCK * LANES, 256); i++) {
     const int r = t / LANES + i * (256 / LANES);
+    if (r >= BLOCK) break;  // a whole warp's rows
     float delta = 0.f;
     const bool loaded = VARLEN ? row + r < p.total_q : r < b.rows;  // also rows of the next sequence
     if (loaded && lane < DV / 8) {
@@ -108,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(256) rows(const __grid_constant__ P
       if (!is_finite(delta)) delta = 0.f;
     }
     p.level[(i64)blockIdx.x * BLOCK + r] = level;
-    p.delta[(i64)blockIdx.x * BLOCK + r] = delta;
+    p.delta[(i64)blockIdx.x * BLOCK + r] = TALL ? -delta : delta;  // tall: what dP starts from
   }
   if (HIDES) {
     bad = __syncthreads_or(bad);

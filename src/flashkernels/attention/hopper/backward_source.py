@@ -13,9 +13,8 @@ from flashkernels.jit.headers import constants, texts
 
 HEADERS = (
     "prelude", "counter", "mbarrier", "tma", "wgmma", "backward_params", "work", "backward_schedule", "backward_rows",
-    "backward_queries", "backward_tile", "backward_split", "backward_pair", "backward_dq",
+    "backward_queries", "backward_tile", "backward_split", "backward_tall", "backward_pair", "backward_dq",
 )  # fmt: skip
-BLOCK = 64  # queries of a block
 THREADS = 384
 OWN_QUERIES, OWN_KEYS = 128, 64  # of a block, in the kernel that makes dQ alone
 SHARED_LIMIT = 232448  # bytes a block may have on sm_90
@@ -24,7 +23,7 @@ REGISTERS = (24, 240)  # of a producer and a consumer thread
 
 @dataclass(frozen=True)
 class BackwardTile:
-    """How the Hopper backward cuts its problem: 64 queries at a time, against the keys that two warpgroups hold.
+    """How the Hopper backward cuts its problem: some queries at a time, against the keys that two warpgroups hold.
 
     >>> BackwardTile(halves=True, separate=True).name
     'split-q3-halves-separate'
@@ -35,15 +34,24 @@ class BackwardTile:
     halves: bool = False  # split: each warpgroup makes one half of dQ's columns; else all of every other block's
     kv_in_registers: bool = False  # split: K and V are operands in registers
     separate: bool = False  # split: P and dS have registers of their own
+    queries: int = 64  # of a block; with more, tall, dQ is made on its side
+    staged: bool = False  # not paired: dQ goes through shared memory, and the copy engine adds it
 
     @property
     def keys(self) -> int:
         return 64 if self.paired else 128
 
     @property
+    def tall(self) -> bool:
+        return self.queries > 64
+
+    @property
     def name(self) -> str:
-        flags = (("halves", self.halves), ("register", self.kv_in_registers), ("separate", self.separate))
-        kind = "paired" if self.paired else "split"
+        flags = (
+            ("halves", self.halves), ("register", self.kv_in_registers), ("separate", self.separate),
+            ("staged", self.staged),
+        )  # fmt: skip
+        kind = "paired" if self.paired else f"tall{self.queries}" if self.tall else "split"
         return "-".join((kind, f"q{self.q_stages}", *(name for name, on in flags if on)))
 
 
@@ -64,6 +72,7 @@ class BackwardVariant:
     want_q: bool = True
     want_k: bool = True
     want_v: bool = True
+    every_lane: bool = False  # arrives where one would for its warp: racecheck sees no `__syncwarp` that ptxas drops
 
     @property
     def dq_first(self) -> int:
@@ -72,10 +81,20 @@ class BackwardVariant:
 
     @property
     def dq_columns(self) -> int:
-        """Columns of dQ that a warpgroup makes; of a pair, the second. A half stays in a chunk of 64, or is one."""
+        """Columns of dQ that a warpgroup makes; of a pair, the second. A half stays in a chunk of 64, or is one.
+
+        Of dQ on its side, rows.
+        """
         if self.tile.halves:
             return self.head_dim // 2 if self.head_dim <= 64 else 64
-        return self.head_dim - self.dq_first
+        return self.tile.queries if self.tile.tall else self.head_dim - self.dq_first
+
+    @property
+    def shares_dq(self) -> bool:
+        """Both warpgroups make some of each block's dQ, or neither; else they take turns."""
+        if not self.adds_dq:
+            return True
+        return self.head_dim > 64 if self.tile.tall else self.tile.halves or self.dq_first > 0
 
     @property
     def adds_dq(self) -> bool:
@@ -101,18 +120,24 @@ class BackwardVariant:
 
     def _own_shared(self, k_stages: int, v_stages: int) -> int:
         k_row, v_row = (128 * -(-dim // 64) for dim in (self.head_dim, self.head_dim_v))
-        size = 2 * BLOCK * (k_row + v_row) + 64 * (k_stages * k_row + v_stages * v_row)
+        size = OWN_QUERIES * (k_row + v_row) + 64 * (k_stages * k_row + v_stages * v_row)
         return size + 8 * (k_stages + 2 + 2 * k_stages + 2 * v_stages + 1)
+
+    @property
+    def sums(self) -> int:
+        """Sums of dQ of a block."""
+        return self.tile.queries * (-(-self.head_dim // 16) * 16 if self.tile.tall else self.head_dim)
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory; backward_params.cuh asserts the same."""
-        tile = self.tile
+        tile, block = self.tile, self.tile.queries
         k_row, v_row = (128 * -(-dim // 64) for dim in (self.head_dim, self.head_dim_v))
-        size = tile.keys * (k_row + v_row) + BLOCK * (tile.q_stages * k_row + 2 * v_row)
-        size += 2 * BLOCK * tile.keys * 2  # dS
-        size += 128 * BLOCK if tile.paired else 0  # P
-        size += 4 * BLOCK * (tile.q_stages + 2)  # statistics
+        size = tile.keys * (k_row + v_row) + block * (tile.q_stages * k_row + 2 * v_row)
+        size += 2 * block * tile.keys * 2  # dS
+        size += 128 * block if tile.paired else 0  # P
+        size += 512 * self.dq_columns if tile.staged else 0
+        size += 4 * block * (tile.q_stages + 2)  # statistics
         size += 8 * (6 + 2 * tile.q_stages + 12)  # barriers
         return -(-size // 16) * 16 + 64 + 16
 
@@ -120,33 +145,36 @@ class BackwardVariant:
 def config(variant: BackwardVariant) -> str:
     """`config.cuh`: the variant as constants."""
     v, tile = variant, variant.tile
-    readers = 8 if tile.halves or v.dq_first else 4
     numbers = {
-        "D": v.head_dim, "DV": v.head_dim_v, "KEYS": tile.keys, "Q_STAGES": tile.q_stages, "CLUSTER": 1,
-        "DQ_COLUMNS": v.dq_columns, "DQ_FIRST": v.dq_first,
-        "DS_WRITERS": 4 if tile.paired else 8, "DS_READERS": readers, "SHARED_MEMORY": v.shared,
-        "KEY_BOX": v.key_box, "OWN_SHARED_MEMORY": v.own_shared,
+        "D": v.head_dim, "DV": v.head_dim_v, "BLOCK": tile.queries, "KEYS": tile.keys, "Q_STAGES": tile.q_stages,
+        "CLUSTER": 1, "DQ_COLUMNS": v.dq_columns, "DQ_FIRST": v.dq_first,
+        "DS_WRITERS": 4 if tile.paired else 8, "DS_READERS": 8 if v.shares_dq else 4, "SHARED_MEMORY": v.shared,
+        "RELEASES": 32 if v.every_lane else 1, "KEY_BOX": v.key_box, "OWN_SHARED_MEMORY": v.own_shared,
     }  # fmt: skip
     numbers["PRODUCER_REGISTERS"], numbers["CONSUMER_REGISTERS"] = REGISTERS
     numbers["OWN_K_STAGES"], numbers["OWN_V_STAGES"] = v.own_stages
     flags = {
         "FP16": v.fp16, "FP8": False, "LEFT": v.left, "RIGHT": v.right, "SOFTCAP": v.softcap, "ALIBI": v.alibi,
         "VARLEN": v.varlen, "WANT_Q": v.adds_dq, "WANT_K": v.want_k, "WANT_V": v.want_v, "PAIRED": tile.paired,
-        "HALVES": tile.halves, "KV_IN_REGISTERS": tile.kv_in_registers, "SEPARATE": tile.separate,
+        "HALVES": tile.halves, "KV_IN_REGISTERS": tile.kv_in_registers, "SEPARATE": tile.separate, "TALL": tile.tall,
+        "STAGED": tile.staged, "SHARES_DQ": v.shares_dq,
     }  # fmt: skip
     return constants(
-        numbers, flags, f"#define PAIRED_CONSUMERS {int(tile.paired)}", f"#define DQ_KERNEL {int(v.own_dq)}"
-    )
+        numbers, flags, f"#define PAIRED_CONSUMERS {int(tile.paired)}", f"#define TALL_BLOCKS {int(tile.tall)}",
+        f"#define DQ_KERNEL {int(v.own_dq)}",
+    )  # fmt: skip
 
 
 def mma(variant: BackwardVariant) -> str:
     """`mma.cuh`: wgmma for this variant's exact sizes. N may be any multiple of 8, so a head of 72 costs 72 in dK."""
     kind = "f16" if variant.fp16 else "bf16"
+    # Name, N, A in registers, and which operands are reduced along their columns.
+    block, turned = variant.tile.queries, variant.tile.tall
     products = [
-        ("mma_scores", BLOCK, False, False), ("mma_scores_registers", BLOCK, True, False),
-        ("mma_dk", variant.head_dim, True, True), ("mma_dv", variant.head_dim_v, True, True),
-        ("mma_own_dq", variant.head_dim, True, True),
-        *(("mma_dq", n, False, True) for n in sorted({variant.dq_first, variant.dq_columns} - {0})),
+        ("mma_scores", block, False, ""), ("mma_scores_registers", block, True, ""),
+        ("mma_dk", variant.head_dim, True, "b"), ("mma_dv", variant.head_dim_v, True, "b"),
+        ("mma_own_dq", variant.head_dim, True, "b"),
+        *(("mma_dq", n, False, "a" if turned else "b") for n in sorted({variant.dq_first, variant.dq_columns} - {0})),
     ]  # fmt: skip
     return '#pragma once\n#include "prelude.cuh"\n' + "\n".join(
         _wrapper(name, n, kind, registers=registers, by_column=by_column, first=first)
@@ -155,21 +183,22 @@ def mma(variant: BackwardVariant) -> str:
     )
 
 
-def _wrapper(name: str, n: int, kind: str, *, registers: bool, by_column: bool, first: bool) -> str:
+def _wrapper(name: str, n: int, kind: str, *, registers: bool, by_column: str, first: bool) -> str:
     """One function around m64 x n x k16: d (+)= a * b, with a in registers or shared memory, b in shared memory.
 
     The first step of an accumulator only writes it. Were it an input too, its old value would stay alive around the
     loop, and accumulators that are never alive together could not share registers.
     """
     count = n // 2
+    a_major, b_major = (int(operand in by_column) for operand in "ab")
     outputs = ", ".join(f'"{"=" if first else "+"}f"(d[{i}])' for i in range(count))
     destination = ", ".join(f"%{i}" for i in range(count))
     if registers:
-        operands, declared, majors = 4, "const u32* a", f", {int(by_column)}"
+        operands, declared, majors = 4, "const u32* a", f", {b_major}"
         a = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
         inputs = ", ".join(f'"r"(a[{i}])' for i in range(4))
     else:
-        operands, declared, majors = 1, "u64 a", f", 0, {int(by_column)}"
+        operands, declared, majors = 1, "u64 a", f", {a_major}, {b_major}"
         a, inputs = f"%{count}", '"l"(a)'
     instruction = f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind}"
     return f"""

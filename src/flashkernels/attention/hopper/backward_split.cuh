@@ -10,7 +10,7 @@
 #include "backward_tile.cuh"
 
 struct Consumer : Tile {
-  const u32 k_rows, v_rows, k_columns, ds_rows;  // descriptors (lower halves)
+  const u32 k_rows, v_rows, k_columns;  // descriptors (lower halves)
   float dk[D / 2], dv[DV / 2], s[SCORES], dp[SCORES], dq[DQ_COLUMNS / 2];
   u32 weights[WORDS];
   u32 gradients[SEPARATE ? WORDS : 1];  // dS; it takes the place of P where it is not separate
@@ -21,8 +21,7 @@ struct Consumer : Tile {
       : Tile(p, smem, group, warp, lane), k_rows(wgmma::by_row(smem + K_AT + group * 64 * ROW)),
         v_rows(wgmma::by_row(smem + V_AT + group * 64 * ROW)),
         k_columns(wgmma::by_column(smem + K_AT + first_column() / 64 * KEYS * ROW + first_column() % 64 * 2, ROW,
-                                   KEYS)),
-        ds_rows(wgmma::by_row(smem + DS_AT)) {}
+                                   KEYS)) {}
 
   // Of dQ, of this warpgroup.
   DEVICE int first_column() const { return HALVES ? group * DQ_COLUMNS : 0; }
@@ -31,18 +30,13 @@ struct Consumer : Tile {
 
   template <int STEPS>
   DEVICE void issue_scores(float (&to)[SCORES], const u32* words, u32 keys, u32 rows) {  // keys·rowsᵀ
+    if constexpr (!KV_IN_REGISTERS) return Tile::issue_scores<STEPS>(to, keys, rows);
     wgmma::fence();
 #pragma unroll
     for (int k = 0; k < STEPS; k++) {
       const u64 b = wgmma::descriptor(rows + (column_step(k, BLOCK) >> 4), ROW);
-      if constexpr (KV_IN_REGISTERS) {
-        if (k == 0) mma_scores_registers_first(to, words, b);
-        else mma_scores_registers(to, words + 4 * k, b);
-      } else {
-        const u64 a = wgmma::descriptor(keys + (column_step(k, KEYS) >> 4), ROW);
-        if (k == 0) mma_scores_first(to, a, b);
-        else mma_scores(to, a, b);
-      }
+      if (k == 0) mma_scores_registers_first(to, words, b);
+      else mma_scores_registers(to, words + 4 * k, b);
     }
     wgmma::commit();
   }
@@ -52,36 +46,6 @@ struct Consumer : Tile {
   DEVICE void issue_dp() {
     issue_scores<V_STEPS>(dp, v_words, v_rows, wgmma::by_row(smem + O_AT + O_TILE * buffer(done)));
   }
-  DEVICE void issue_dv(u32 n) {  // dV += Pᵀ·dO
-    const u32 from = wgmma::by_column(smem + O_AT + O_TILE * buffer(n), ROW, BLOCK);
-    wgmma::fence();
-#pragma unroll
-    for (int k = 0; k < BLOCK / 16; k++)
-      if (WANT_V) mma_dv(dv, weights + 4 * k, wgmma::descriptor(from + (row_step(k) >> 4), ROW));
-    wgmma::commit();
-  }
-  DEVICE void issue_dk() {  // dK += dSᵀ·Q
-    const u32 from = wgmma::by_column(smem + Q_AT + Q_TILE * q.stage, ROW, BLOCK);
-    wgmma::fence();
-#pragma unroll
-    for (int k = 0; k < BLOCK / 16; k++)
-      if (WANT_K) mma_dk(dk, gradient_words() + 4 * k, wgmma::descriptor(from + (row_step(k) >> 4), ROW));
-    wgmma::commit();
-  }
-  DEVICE void issue_dq(u32 n) {  // dQ = dS·K
-    publish_shared();
-    const u32 from = ds_rows + buffer(n) * (DS_TILE >> 4);
-    wgmma::fence();
-#pragma unroll
-    for (int k = 0; k < KEYS / 16; k++) {
-      const u64 a = wgmma::descriptor(from + (column_step(k, BLOCK) >> 4), ROW);
-      const u64 b = wgmma::descriptor(k_columns + (row_step(k) >> 4), ROW);
-      if (k == 0) mma_dq_first(dq, a, b);
-      else mma_dq(dq, a, b);
-    }
-    wgmma::commit();
-  }
-
   // --- steps
 
   DEVICE u32* gradient_words() { return SEPARATE ? gradients : weights; }
@@ -96,10 +60,14 @@ struct Consumer : Tile {
     else __syncwarp();
     release(O_EMPTY + 8 * buffer(done));
   }
-  DEVICE void add(int to) { add_dq<DQ_COLUMNS>(dq, to, first_column()); }
+  // dQ of block n to its place in the sums.
+  DEVICE void add(u32 n, int to) {
+    keep(dq);
+    release(DS_EMPTY + 8 * buffer(n));
+    add_dq<DQ_COLUMNS>(dq, to, first_column());
+  }
 
-  // One query block, not a tile's last. Before and after it only dV of a block is in flight. MASKED: the next block
-  // hides something; OURS: dQ of the block before this one is this warpgroup's.
+  // One query block, not a tile's last. Before and after it only dV of a block is in flight.
   template <bool MASKED, bool OURS_TO_ADD> DEVICE void step() {
     constexpr bool OURS = OURS_TO_ADD && WANT_Q;
     u32 none[1];
@@ -112,10 +80,9 @@ struct Consumer : Tile {
     keep(weights);
     keep(dp);
     make_ds();
-    issue_dk();
+    issue_dk(dk, gradient_words());
     if constexpr (OURS) {
-      await(DS_FULL, done - 1);
-      issue_dq(done - 1);
+      issue_dq(dq, k_columns, done - 1);
       wgmma::wait<SEPARATE ? 2 : 1>();
     } else {
       wgmma::wait<SEPARATE ? 1 : 0>();
@@ -128,44 +95,16 @@ struct Consumer : Tile {
     weigh<MASKED>(s, next.stage, weights, none);
     keep(weights);
     await(O_FULL, done + 1);
-    issue_dv(done + 1);
+    issue_dv(dv, weights, done + 1);
     if constexpr (OURS || SEPARATE) wgmma::wait<1>();
     if constexpr (SEPARATE) {
       keep(gradients);
       release(Q_EMPTY + 8 * q.stage);
     }
-    if constexpr (OURS) {
-      keep(dq);
-      release(DS_EMPTY + 8 * buffer(done - 1));
-      add(previous);
-    }
+    if constexpr (OURS) add(done - 1, previous);
     q = next;
     done++;
     advance();
-  }
-
-  // The first `last` blocks: all but one. PARITY: of the blocks whose dQ is this warpgroup's, where they take turns.
-  template <bool PARITY> DEVICE void walk(int last) {
-    if (last-- > 0) step<true, false>();
-    if constexpr (HALVES) {
-#pragma unroll 1
-      for (; last > 0; last--) {
-        if (is_clear(m)) step<false, true>();
-        else step<true, true>();
-      }
-    } else {
-#pragma unroll 1
-      for (; last > 1; last -= 2) {
-        if (is_clear(m) && is_clear(after(m))) {
-          step<false, !PARITY>();
-          step<false, PARITY>();
-        } else {
-          step<true, !PARITY>();
-          step<true, PARITY>();
-        }
-      }
-      if (last > 0) step<true, !PARITY>();
-    }
   }
 
   DEVICE void load_keys() {
@@ -198,38 +137,22 @@ struct Consumer : Tile {
       keep(weights);
       advance();
       await(O_FULL, done);
-      issue_dv(done);
+      issue_dv(dv, weights, done);
       const int count = steps();
-      if (HALVES || group == 0) walk<false>(count - 1);
-      else walk<true>(count - 1);
+      if (SHARES_DQ || group == 0) walk<false>(*this, count - 1);
+      else walk<true>(*this, count - 1);
       // the last block, and dQ of the last two
       issue_dp();
       wgmma::wait<0>();
       keep(weights);
       keep(dp);
       make_ds();
-      issue_dk();
+      issue_dk(dk, gradient_words());
       wgmma::wait<0>();
       keep_gradients();
       release(Q_EMPTY + 8 * q.stage);
-      if constexpr (WANT_Q) {
-#pragma unroll 1
-        for (int back = count > 1; back >= 0; back--) {
-          if (!HALVES && (count - 1 - back & 1) != group) continue;
-          const u32 n = done - back;
-          await(DS_FULL, n);
-          issue_dq(n);
-          wgmma::wait<0>();
-          keep(dq);
-          release(DS_EMPTY + 8 * buffer(n));
-          add(back ? previous : current());
-        }
-      }
-      q.advance();
-      done++;
-      end();
-      if constexpr (WANT_K) store<D>(dk, p.dk, p.dk_strides, p.grad_scale);
-      if constexpr (WANT_V) store<DV>(dv, p.dv, p.dv_strides, 1.f);
+      finish(*this, count);
     }
+    await_copies();
   }
 };

@@ -1,4 +1,4 @@
-// What the consumers of both kinds have in common: where they are in the walk over query blocks, weights from scores,
+// What the consumers of all kinds have in common: where they are in the walk over query blocks, weights from scores,
 // dS and dQ on their ways, and dK and dV to memory.
 //
 // Scores lie on their side: Sᵀ = K·Qᵀ. A wgmma accumulator gives each thread two keys, 8 apart: element 4j + e of Sᵀ is
@@ -31,6 +31,7 @@ struct Tile {
   const Params& p;
   const u32 smem;
   const int group, warp, lane;
+  const u32 ds_rows;  // descriptor (lower half)
   Mailbox mail;
   mbarrier::Ring<Q_STAGES> q;
   u32 done = 0;  // query blocks so far, in all tiles: buffers of dO and dS alternate
@@ -44,12 +45,13 @@ struct Tile {
   float slope;
 
   DEVICE Tile(const Params& p, u32 smem, int group, int warp, int lane)
-      : p(p), smem(smem), group(group), warp(warp), lane(lane), mail(smem, 0), q(0) {}
+      : p(p), smem(smem), group(group), warp(warp), lane(lane), ds_rows(wgmma::by_row(smem + DS_AT)), mail(smem, 0),
+        q(0) {}
 
   // --- buffers
 
   DEVICE void release(int barrier) {
-    if (lane == 0) mbarrier::arrive(smem + barrier);
+    if (RELEASES > 1 || lane == 0) mbarrier::arrive(smem + barrier);
   }
   DEVICE void await_q(const mbarrier::Ring<Q_STAGES>& at) { mbarrier::wait(smem + Q_FULL + 8 * at.stage, at.phase); }
   // Of block n, counted like `done`: which buffer, and the parity of its round.
@@ -154,6 +156,51 @@ struct Tile {
     return (bits & 1) | (bits >> 8 & 1) << 4;
   }
 
+  // --- matrix products
+
+  template <int STEPS> DEVICE void issue_scores(float (&to)[SCORES], u32 keys, u32 rows) {  // keys·rowsᵀ
+    wgmma::fence();
+#pragma unroll
+    for (int k = 0; k < STEPS; k++) {
+      const u64 a = wgmma::descriptor(keys + (column_step(k, KEYS) >> 4), ROW);
+      const u64 b = wgmma::descriptor(rows + (column_step(k, BLOCK) >> 4), ROW);
+      if (k == 0) mma_scores_first(to, a, b);
+      else mma_scores(to, a, b);
+    }
+    wgmma::commit();
+  }
+  DEVICE void issue_dv(float (&dv)[DV / 2], const u32* weights, u32 n) {  // dV += Pᵀ·dO
+    const u32 from = wgmma::by_column(smem + O_AT + O_TILE * buffer(n), ROW, BLOCK);
+    wgmma::fence();
+#pragma unroll
+    for (int k = 0; k < BLOCK / 16; k++)
+      if (WANT_V) mma_dv(dv, weights + 4 * k, wgmma::descriptor(from + (row_step(k) >> 4), ROW));
+    wgmma::commit();
+  }
+  DEVICE void issue_dk(float (&dk)[D / 2], const u32* gradients) {  // dK += dSᵀ·Q
+    const u32 from = wgmma::by_column(smem + Q_AT + Q_TILE * q.stage, ROW, BLOCK);
+    wgmma::fence();
+#pragma unroll
+    for (int k = 0; k < BLOCK / 16; k++)
+      if (WANT_K) mma_dk(dk, gradients + 4 * k, wgmma::descriptor(from + (row_step(k) >> 4), ROW));
+    wgmma::commit();
+  }
+  // dQ = dS·K of the n-th block, or on its side: N numbers of a thread. `keys`: its columns of K.
+  template <int N> DEVICE void issue_dq(float (&dq)[N], u32 keys, u32 n) {
+    await(DS_FULL, n);
+    publish_shared();
+    const u32 from = ds_rows + buffer(n) * (DS_TILE >> 4);
+    wgmma::fence();
+#pragma unroll
+    for (int k = 0; k < KEYS / 16; k++) {
+      const u64 ds = wgmma::descriptor(from + (column_step(k, BLOCK) >> 4), ROW);
+      const u64 columns = wgmma::descriptor(keys + (row_step(k) >> 4), ROW);
+      if (k == 0) mma_dq_first(dq, TALL ? columns : ds, TALL ? ds : columns);
+      else mma_dq(dq, TALL ? columns : ds, TALL ? ds : columns);
+    }
+    wgmma::commit();
+  }
+
   // --- weights and dS
 
   // Of queries 8j + 2 * (lane % 4), the next one, and the same two 8 further on.
@@ -243,16 +290,40 @@ struct Tile {
 
   // --- dQ, dK and dV
 
-  // N columns from `column` on of block `to`'s dQ are added to its sums: 512 contiguous bytes of a warp at a time. The
-  // last columns may be past the head's end.
-  template <int N> DEVICE void add_dq(const float (&dq)[N / 2], int to, int column) {
-    float* sums = p.sums + (i64)to * (BLOCK * D) + warp * 16 * D + column * 16;
+  // Fragments of dQ, 512 contiguous bytes of a warp each, the first `count` of N / 4, are added to their sums: from
+  // registers, or by the copy engine from the warp's own part of shared memory.
+  template <int N> DEVICE void add_fragments(const float (&x)[N], float* sums, int count) {
+    const u32 stage = smem + STAGE_AT + (group * 4 + warp) * (N * 128);
+    if (STAGED) {
+      if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+      __syncwarp();
+    }
 #pragma unroll
-    for (int j = 0; j < N / 8; j++)
-      if (D % N == 0 || 8 * j < D - column)
-        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
-                     ::"l"(sums + lane * 4 + j * 128), "f"(dq[4 * j]), "f"(dq[4 * j + 1]), "f"(dq[4 * j + 2]),
-                     "f"(dq[4 * j + 3]) : "memory");
+    for (int i = 0; i < N / 4; i++)
+      if (i < count) {
+        if (STAGED)
+          asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(stage + lane * 16 + i * 512), "f"(x[4 * i]),
+                       "f"(x[4 * i + 1]), "f"(x[4 * i + 2]), "f"(x[4 * i + 3]) : "memory");
+        else
+          asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(sums + lane * 4 + i * 128),
+                       "f"(x[4 * i]), "f"(x[4 * i + 1]), "f"(x[4 * i + 2]), "f"(x[4 * i + 3]) : "memory");
+      }
+    if (STAGED) {
+      publish_shared();
+      __syncwarp();
+      if (lane == 0)
+        asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+                     "cp.async.bulk.commit_group;" ::"l"(sums), "r"(stage), "r"(count * 512) : "memory");
+    }
+  }
+  // N columns from `column` on of block `to`'s dQ. The last may be past the head's end.
+  template <int N> DEVICE void add_dq(const float (&dq)[N / 2], int to, int column) {
+    float* sums = p.sums + (i64)to * SUMS + warp * 16 * D + column * 16;
+    add_fragments(dq, sums, D % N ? min(N, D - column) / 8 : N / 8);
+  }
+  // No copy may still read shared memory when a block ends.
+  DEVICE void await_copies() {
+    if (STAGED && lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
 
   // The tile's keys and values are read for the last time.
@@ -267,3 +338,46 @@ struct Tile {
     store_rows<N>(sum, factor, to, strides.seq, w.seq_k - key, lane);
   }
 };
+
+// The first `last` blocks of a tile: all but one. A step is MASKED where the next block hides something, and OURS where
+// dQ of the block before it is this warpgroup's, all or a part. PARITY: of these blocks, where warpgroups take turns.
+template <bool PARITY, class Consumer> DEVICE void walk(Consumer& c, int last) {
+  if (last-- > 0) c.template step<true, false>();
+  if constexpr (SHARES_DQ) {
+#pragma unroll 1
+    for (; last > 0; last--) {
+      if (c.is_clear(c.m)) c.template step<false, true>();
+      else c.template step<true, true>();
+    }
+  } else {
+#pragma unroll 1
+    for (; last > 1; last -= 2) {
+      if (c.is_clear(c.m) && c.is_clear(c.after(c.m))) {
+        c.template step<false, !PARITY>();
+        c.template step<false, PARITY>();
+      } else {
+        c.template step<true, !PARITY>();
+        c.template step<true, PARITY>();
+      }
+    }
+    if (last > 0) c.template step<true, !PARITY>();
+  }
+}
+
+// What is left of a tile of `count` blocks when its last dS is there: dQ of the last two, and dK and dV to memory.
+template <class Consumer> DEVICE void finish(Consumer& c, int count) {
+  if constexpr (WANT_Q) {
+#pragma unroll 1
+    for (int back = count > 1; back >= 0; back--) {
+      if (!SHARES_DQ && (count - 1 - back & 1) != c.group) continue;
+      c.issue_dq(c.dq, c.k_columns, c.done - back);
+      wgmma::wait<0>();
+      c.add(c.done - back, back ? c.previous : c.current());
+    }
+  }
+  c.q.advance();
+  c.done++;
+  c.end();
+  if constexpr (WANT_K) c.template store<D>(c.dk, c.p.dk, c.p.dk_strides, c.p.grad_scale);
+  if constexpr (WANT_V) c.template store<DV>(c.dv, c.p.dv, c.p.dv_strides, 1.f);
+}

@@ -47,7 +47,7 @@ def choose(problem: BackwardProblem) -> BackwardVariant:
     """
     call, wanted = problem.call, problem.wanted
     left, right = call.band
-    tile = tile_of(call)
+    tile = tile_of(call, problem.deterministic)
     return BackwardVariant(
         call.head_dim, call.head_dim_v, tile, fp16=call.dtype == "fp16", left=left >= 0, right=right >= 0,
         softcap=call.softcap, alibi=call.alibi, varlen=call.varlen, own_dq=problem.deterministic or tile.paired,
@@ -55,11 +55,11 @@ def choose(problem: BackwardProblem) -> BackwardVariant:
     )  # fmt: skip
 
 
-def tile_of(call: AttentionProblem) -> BackwardTile:
+def tile_of(call: AttentionProblem, deterministic: bool = False) -> BackwardTile:
     left, right = call.band
     return by_dimension(
-        call.head_dim, call.head_dim_v, softcap=call.softcap, hides=left >= 0 or right >= 0 or call.varlen,
-        crowded=left >= 0 or call.alibi or call.varlen,
+        call.head_dim, call.head_dim_v, softcap=call.softcap, left=left >= 0, right=right >= 0, alibi=call.alibi,
+        varlen=call.varlen, deterministic=deterministic,
     )  # fmt: skip
 
 
@@ -68,8 +68,15 @@ def tile_of(call: AttentionProblem) -> BackwardTile:
 OPERANDS, CROWDED = 208, 204
 
 
-def by_dimension(dim: int, dim_v: int, *, softcap: bool, hides: bool, crowded: bool) -> BackwardTile:
-    """The fastest at 64, 72, 96 and 128 (H200, 2026-11-15, B=4, S=4096), and their neighbours.
+def by_dimension(
+    dim: int, dim_v: int, *, softcap: bool = False, left: bool = False, right: bool = False, alibi: bool = False,
+    varlen: bool = False, deterministic: bool = False,
+) -> BackwardTile:  # fmt: skip
+    """The fastest at 64 to 128 (H200, 2026-11-16, B=4, S=4096), and their neighbours.
+
+    Additions of dQ by the copy engine gave 2 to 14 % at 72 to 96, and 2 to 8 % under a causal mask; at 64 they cost up
+    to 18 %. With tall blocks they gave 8 to 20 % at 104 to 128, and 1 to 12 % under a causal mask; at 64 2.5 %, and
+    under a causal mask they cost 2 %.
 
     K and V in registers gave 5 to 6 % at 64 and 72. Separate registers for dS gave 2 to 5 % where all columns of dQ are
     one warpgroup's, and lost as much where they are halves. At 64, halves are 3 % faster, and under a causal mask 2 %
@@ -78,6 +85,13 @@ def by_dimension(dim: int, dim_v: int, *, softcap: bool, hides: bool, crowded: b
     wide = max(dim, dim_v)
     if softcap or wide > 128:
         return BackwardTile(paired=True, q_stages=2)
+    hides, crowded = left or right or varlen, left or alibi or varlen
+    if not deterministic:
+        if dim == dim_v == 64 and not hides:
+            return BackwardTile(queries=112, staged=True)
+        # S and dP of 80 queries beside dK and dV
+        if dim > 96 and dim // 2 + dim_v // 2 + 80 <= (CROWDED if left and alibi else OPERANDS):
+            return BackwardTile(queries=80, q_stages=2, staged=True)
     most = CROWDED if crowded else OPERANDS
     used = dim // 2 + dim_v // 2 + 32 + 16  # dK, dV, S and P
     halves = (dim == 64 and not hides) or used + dim // 2 > most
@@ -86,4 +100,5 @@ def by_dimension(dim: int, dim_v: int, *, softcap: bool, hides: bool, crowded: b
     kv_in_registers = wide <= 72 and used + keys <= most
     used += keys if kv_in_registers else 0
     separate = not halves and used + 16 <= most
-    return BackwardTile(halves=halves, kv_in_registers=kv_in_registers, separate=separate)
+    staged = dim > 64 and not halves and not deterministic
+    return BackwardTile(halves=halves, kv_in_registers=kv_in_registers, separate=separate, staged=staged)

@@ -17,6 +17,7 @@ from flashkernels.attention.problem import AttentionProblem
 from flashkernels.attention.tensors import Run, Tensors, empty_output, lse_shape, strides_of
 from flashkernels.hardware import Gpu
 from flashkernels.jit import driver, nvrtc
+from flashkernels.jit.block import ParameterBlock
 from flashkernels.jit.counters import counters
 from flashkernels.jit.eager import room
 from flashkernels.tiling import override
@@ -65,19 +66,13 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
     # floats that a cut tile's parts leave, two parts for each share: epilogue.cuh
     parts = 2 * choice.shares * tile.cluster * tile.groups * 128 * (problem.head_dim_v // 2 + 4)
     maps, known = Maps(problem, variant), driver.Kept()
-    # One block of parameters for all calls of this signature: what changes is written into it before each launch.
-    buffer = ctypes.create_string_buffer(ctypes.sizeof(Params) + 64)
-    offset = -ctypes.addressof(buffer) % 64
-    address = ctypes.addressof(buffer) + offset
-    ctypes.memmove(address, ctypes.addressof(params), ctypes.sizeof(Params))
-    write_maps = functools.partial(MAPS.pack_into, buffer, offset)
-    write_common = functools.partial(COMMON.pack_into, buffer, offset + Params.out.offset)
-    write_data = functools.partial(COMMON.pack_into, buffer, offset + Params.q_data.offset)
-    write_special = functools.partial(SPECIAL.pack_into, buffer, offset + Params.slopes.offset)
-    write_scales = functools.partial(SCALES.pack_into, buffer, offset + Params.scale.offset)
-    forward = code.kernel("forward", variant.shared).starter(variant.threads, [address])
-    order = code.kernel("order", 0).starter(128, [address])
-    turn = code.kernel("values", 0).starter(128, [address]) if variant.fp8 else None
+    block = ParameterBlock(params)
+    write_maps = block.writer("q", MAPS)
+    write_common, write_data = block.writer("out", COMMON), block.writer("q_data", COMMON)
+    write_special, write_scales = block.writer("slopes", SPECIAL), block.writer("scale", SCALES)
+    forward = code.kernel("forward", variant.shared).starter(variant.threads, [block.address])
+    order = code.kernel("order", 0).starter(128, [block.address])
+    turn = code.kernel("values", 0).starter(128, [block.address]) if variant.fp8 else None
     like = empty_output(tensors.q.to("meta"), problem.head_dim_v, problem.layout)
     output = room(like.shape, like.dtype, tensors.q.device, like.stride())
     logs = room(lse_shape(tensors.q), torch.float32, tensors.q.device) if problem.need_lse else None

@@ -1,4 +1,19 @@
-"""The portable attention backward: tiles, launches and what is left to torch; the kernels are in `backward_kernels`."""
+"""The portable attention backward, without an S x S buffer: tiles, launches and what is left to torch.
+
+P is made again from the saved log-sum-exp L: P = exp(S - L). First `rows_kernel` makes delta = rowsum(dO * O) - dL of
+every row, and L as the others want it. Then there are two forms, and `backward_tiles.choose` decides:
+
+- One pass: `dkdv_kernel` takes one block of keys and walks the query rows that see it, of every query head that shares
+  the keys. It makes dK and dV, and adds dS·K of each block of rows to sums in memory, fp32; `sums_kernel` turns them
+  into dQ. The order of the additions varies, so dQ is not the same to the bit in every run.
+- Two passes: `dkdv_kernel` without sums, and `dq_kernel`, which takes one block of query rows and walks the keys that
+  it sees. Scores are computed twice, so that each gradient is summed by one program.
+
+The gradient of a float mask is dS itself, summed over what the mask is broadcast over: `backward_mask` has its forms.
+
+The walk is the forward's: blocks in which something is hidden first, then the interior. See `README.md` beside this
+package for the mathematics.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +28,11 @@ from flashkernels.attention import dropout
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.tensors import Given, RunBackward, Tensors, strides_of, unaddressable
 from flashkernels.attention.triton import backward_tiles
-from flashkernels.attention.triton.backward_kernels import dkdv_kernel, dq_kernel, rows_kernel, sums_kernel
+from flashkernels.attention.triton.backward_keys import dkdv_kernel
 from flashkernels.attention.triton.backward_mask import SharedPass, buffer_of, form_of, summed, sums_of_rows
+from flashkernels.attention.triton.backward_queries import dq_kernel
+from flashkernels.attention.triton.backward_rows import rows_kernel
+from flashkernels.attention.triton.backward_sums import sums_kernel
 from flashkernels.attention.triton.forward import FAR, boxes_of, descriptors, heads_per_section
 from flashkernels.attention.triton.parts import LOG2E
 from flashkernels.hardware import GPUS, Gpu
@@ -45,17 +63,17 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
     group = call.heads // call.kv_heads
     rows_fixed = rows_constants(call)
     rows_blocks = -(-rows // rows_fixed["BLOCK"])
-    rows_launcher = Launcher(rows_kernel, rows_fixed, compile_options(4, 1, 0))
+    rows_launcher = Launcher(rows_kernel, rows_fixed, compile_options(4, 1, 0), q.device.index)
     assert given.out is not None
     sums_blocks = -(-call.seq_q // tile.block_m)
     sums_head = (rows // tile.block_m + call.batch if call.varlen else sums_blocks) * sums_block(call, tile)
     sums_strides = (0 if call.varlen else call.heads * sums_head, sums_head)
     sums_size = batch * call.heads * sums_head if adds else 0
-    sums_launcher = Launcher(sums_kernel, sums_constants(call, tile), compile_options(8, 1, 0))
+    sums_launcher = Launcher(sums_kernel, sums_constants(call, tile), compile_options(8, 1, 0), q.device.index)
     rows_numbers = (*strides_of(given.out), *strides_of(grad_out), *_lse_strides(given.grad_lse), rows, call.heads,
                      rows_blocks, sums_size)  # fmt: skip
     dkdv_launcher, dq_launcher = (
-        Launcher(kernel, made(call, tile), compile_options(tile.warps, tile.stages, tile.registers))
+        Launcher(kernel, made(call, tile), compile_options(tile.warps, tile.stages, tile.registers), q.device.index)
         for kernel, made, tile in (
             (dkdv_kernel, dkdv_constants, tiles.dkdv), (dq_kernel, constants, tiles.dq or tiles.dkdv),
         )
@@ -104,7 +122,7 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
         sums = lse.new_empty(sums_size) if adds else None
         if heads_q and rows:
             pointers = (out, grad_out, grad_lse, lse, level, delta, sums)
-            rows_launcher(batch * call.heads * rows_blocks, device, pointers, rows_numbers)
+            rows_launcher(batch * call.heads * rows_blocks, pointers, rows_numbers)
         norm = torch.ones_like(lse) if normalise else None
         dslope = lse.new_zeros(call.batch, call.heads, dq_blocks) if "alibi_slopes" in wanted else None
         stats = (q, k, v, grad_out, level, delta, norm)
@@ -113,16 +131,16 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
             # as the level lies in memory
             dlse = None if dslope is None or grad_lse is None else grad_lse.contiguous()
             others = (dq, dslope, dlse, mask, slopes, sinks, cu_q, cu_k, seed)
-            dq_launcher(heads_q * dq_blocks, device, (*stats, *others), (*dq_numbers, *numbers))
+            dq_launcher(heads_q * dq_blocks, (*stats, *others), (*dq_numbers, *numbers))
         dmask = None if mask is None else buffer_of(form, call, mask)
         if want_dkdv and heads_k * dkdv_blocks:
             of_mask = (dmask, None) if form == "scores" else (None, dmask)
             others = (*grads[1:3], sums, *of_mask, mask, slopes, cu_q, cu_k, seed)
             boxes = (*descriptors(q, q_boxes), *descriptors(grad_out, do_boxes),
                      *(None if row_box is None else Descriptor(x, *row_box) for x in (level, delta)))  # fmt: skip
-            dkdv_launcher(heads_k * dkdv_blocks, device, (*stats, *others, *boxes), (*dkdv_numbers, *numbers))
+            dkdv_launcher(heads_k * dkdv_blocks, (*stats, *others, *boxes), (*dkdv_numbers, *numbers))
         if sums is not None and heads_q * sums_blocks:
-            sums_launcher(heads_q * sums_blocks, device, (sums, grads[0], cu_q), (*sums_numbers, softmax_scale))
+            sums_launcher(heads_q * sums_blocks, (sums, grads[0], cu_q), (*sums_numbers, softmax_scale))
         grads.append(None if dslope is None or slopes is None else _slopes_gradient(dslope, slopes))
         sunk = None if sinks is None or not want_sunk else _sunk(sinks, lse, norm)
         dsinks = None
@@ -132,7 +150,7 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
         if form == "rows":
             dmask = sums_of_rows(delta, level, sunk, grad_lse)
         if shared is not None and mask is not None:
-            dmask = shared(device, stats, mask, (slopes, seed), (*numbers[:2], *drop))
+            dmask = shared(stats, mask, (slopes, seed), (*numbers[:2], *drop))
         return [*grads, None if dmask is None or mask is None else summed(dmask, mask)]
 
     def guarded(tensors: Tensors, given: Given, softmax_scale: float, softcap: float) -> list[Tensor | None]:

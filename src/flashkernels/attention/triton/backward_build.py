@@ -12,8 +12,11 @@ from flashkernels.attention.triton.backward import (
     rows_constants,
     sums_constants,
 )
-from flashkernels.attention.triton.backward_kernels import dkdv_kernel, dq_kernel, rows_kernel, sums_kernel
+from flashkernels.attention.triton.backward_keys import dkdv_kernel
 from flashkernels.attention.triton.backward_mask import Form, dmask_kernel
+from flashkernels.attention.triton.backward_queries import dq_kernel
+from flashkernels.attention.triton.backward_rows import rows_kernel
+from flashkernels.attention.triton.backward_sums import sums_kernel
 from flashkernels.hardware import Gpu
 from flashkernels.jit.launch import compile_options
 from flashkernels.jit.offline import Resources, compile_for

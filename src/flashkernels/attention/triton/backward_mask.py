@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashkernels.attention.problem import AttentionProblem
-from flashkernels.attention.triton.backward_kernels import load_rows, logit_gradient, within
+from flashkernels.attention.triton.backward_parts import load_rows, logit_gradient, within
 from flashkernels.attention.triton.dropout import kept
 from flashkernels.attention.triton.parts import LOG2E, load_parts, logits, scores
 from flashkernels.hardware import Gpu
@@ -95,12 +95,13 @@ class SharedPass:
         step = step_of(walk, blocks, gpu)
         self.parts = max(1, -(-walk // step))
         self.grid = blocks * self.parts
-        self.launcher = Launcher(dmask_kernel, constants, compile_options(tile.warps, tile.stages, 0))
+        options = compile_options(tile.warps, tile.stages, 0)
+        self.launcher = Launcher(dmask_kernel, constants, options, mask.device.index)
         self.numbers = (*strides, problem.seq_k, problem.seq_q, problem.seq_k, problem.heads // problem.kv_heads,
                         blocks_m, blocks_n, heads, batch * heads, shared_heads, walk, step, *band)  # fmt: skip
 
     def __call__(
-        self, device: int | None, stats: tuple[Tensor | None, ...], mask: Tensor, others: tuple[Tensor | None, ...],
+        self, stats: tuple[Tensor | None, ...], mask: Tensor, others: tuple[Tensor | None, ...],
         numbers: tuple[Any, ...],
     ) -> Tensor:  # fmt: skip
         """The gradient: in the mask's dtype, or of parts that are added up in fp32."""
@@ -108,7 +109,7 @@ class SharedPass:
             (self.parts, *sizes_of(mask)), dtype=mask.dtype if self.parts == 1 else torch.float32
         )  # fmt: skip
         if self.grid:
-            self.launcher(self.grid, device, (*stats, mask, *others, made), (*self.numbers, *numbers))
+            self.launcher(self.grid, (*stats, mask, *others, made), (*self.numbers, *numbers))
         return made[0] if self.parts == 1 else made.sum(0)
 
 

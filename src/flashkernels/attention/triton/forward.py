@@ -42,7 +42,7 @@ from flashkernels.attention.triton.parts import (
 )
 from flashkernels.hardware import GPUS, Gpu
 from flashkernels.jit.eager import room
-from flashkernels.jit.launch import Descriptor, Launcher, compile_options
+from flashkernels.jit.launch import Box, Descriptor, Launcher, compile_options
 from flashkernels.tiling import Tile, override
 
 FAR = 1 << 30  # a window wider than any sequence; keeps positions inside 32 bits
@@ -341,9 +341,10 @@ def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
     gpu = gpu or GPUS["h200"]  # the interpreter takes the tiles of a real GPU
     q, k, v, slopes, sinks, mask = tensors[:6]
     tile = chosen_tile(problem, gpu, not (problem.page_size or unaddressable(k) or unaddressable(v)))
-    launcher = Launcher(
-        forward_kernel, constants(problem, tile), compile_options(tile.warps, tile.stages, tile.registers)
-    )
+    options = compile_options(tile.warps, tile.stages, tile.registers)
+    box_rows = tile.block_n if tile.tma else 0
+    boxes = [*boxes_of(k, tile.parts, box_rows), *boxes_of(v, tile.parts_v, box_rows)]
+    launcher = Launcher(forward_kernel, constants(problem, tile), options, q.device.index, dict(enumerate(boxes, 5)))
 
     blocks_m = -(-problem.seq_q // tile.block_m)
     total_heads = problem.batch * problem.heads
@@ -358,15 +359,11 @@ def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
     mask_strides = (0, 0, 0, 0) if mask is None else mask.expand(full).stride()
     slope_strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
     sink_stride = 0 if sinks is None else sinks.stride(0)
-    box_rows = tile.block_n if tile.tma else 0
-    k_boxes, v_boxes = boxes_of(k, tile.parts, box_rows), boxes_of(v, tile.parts_v, box_rows)
     like = empty_output(q.to("meta"), problem.head_dim_v, problem.layout)
     output = room(like.shape, like.dtype, q.device, like.stride())
     logs = room(lse_shape(q), torch.float32, q.device) if problem.need_lse else None
     fixed = (*inputs, *strides_of(like)[:3], *lse_strides, *mask_strides, *slope_strides, sink_stride, *sizes)
-    device, drop = q.device.index, dropout.numbers(problem.dropout_p)
-    boxes = [*((1, box) for box in k_boxes), *((2, box) for box in v_boxes)]
-    by_tma = [(at, i, box) for at, (i, box) in enumerate(boxes) if box]
+    drop = dropout.numbers(problem.dropout_p)
 
     @functools.lru_cache(maxsize=16)
     def numbers(softmax_scale: float, softcap: float) -> tuple[Any, ...]:
@@ -377,11 +374,8 @@ def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
         q, k, v, slopes, sinks, mask, cu_q, cu_k, table, _, _, _, seed = tensors
         out, lse = output(), logs() if logs else None
         if grid:
-            seen: list[Descriptor | None] = [None] * len(boxes)
-            for at, i, box in by_tma:
-                seen[at] = Descriptor(tensors[i], *box)
-            arguments = (q, k, v, out, lse, *seen, mask, slopes, sinks, cu_q, cu_k, table, seed)
-            launcher(grid, device, arguments, numbers(softmax_scale, softcap))
+            arguments = (q, k, v, out, lse, k, k, k, v, v, v, mask, slopes, sinks, cu_q, cu_k, table, seed)
+            launcher(grid, arguments, numbers(softmax_scale, softcap))
         return out, lse
 
     return run
@@ -417,9 +411,6 @@ def heads_per_section(problem: AttentionProblem) -> int:
         return 1
     kv_bytes = problem.total_k * problem.kv_heads * (problem.head_dim + problem.head_dim_v) * problem.element_bytes
     return max(1, math.ceil(heads / max(1, round(kv_bytes / 32e6))))
-
-
-Box = tuple[tuple[int, ...], tuple[int, ...], list[int]]
 
 
 def boxes_of(x: Tensor, parts: tuple[int, ...], rows: int) -> list[Box | None]:

@@ -16,6 +16,7 @@ from flashkernels.decode.problem import DecodeProblem
 from flashkernels.decode.tensors import Call, Run, empty_lse, empty_output
 from flashkernels.hardware import Gpu
 from flashkernels.jit import driver, nvrtc
+from flashkernels.jit.block import ParameterBlock
 from flashkernels.jit.counters import counters
 from flashkernels.kvcache import PagedCache
 
@@ -67,23 +68,19 @@ def plan(problem: DecodeProblem, gpu: Gpu | None, call: Call) -> Run:
     out = empty_output(q, problem.head_dim_v)
     slopes = call.alibi_slopes
     none = (0, 0, 0)
-    buffer = ctypes.create_string_buffer(ctypes.sizeof(Params) + 64)
-    offset = -ctypes.addressof(buffer) % 64
-    address = ctypes.addressof(buffer) + offset
-    block = Params.from_buffer(buffer, offset)
     numbers = (
         k_page, k_head, v_page, v_head, q.stride(0), q.stride(2), out.stride(0), out.stride(2),
         *(none if problem.scales != "token" else _three(call.cache.k_scale)),
         *(none if problem.scales != "token" else _three(call.cache.v_scale)),
         call.cache.block_table.stride(0), problem.heads if slopes is not None and slopes.dim() == 2 else 0,
     )  # fmt: skip
-    for name, value in zip(STRIDES, numbers, strict=True):
-        setattr(block, name, value)
-    block.batch, block.kv_heads, block.page_size = problem.batch, problem.kv_heads, problem.page_size
-    block.most_pieces, block.table_width = most_pieces, call.cache.block_table.shape[1]
-    block.left = min(max(problem.window[0], 0), 1 << 30)
-    write_addresses = functools.partial(ADDRESSES.pack_into, buffer, offset + Params.k.offset)
-    write_scales = functools.partial(SCALES.pack_into, buffer, offset + Params.scale.offset)
+    block = ParameterBlock(Params(
+        **dict(zip(STRIDES, numbers, strict=True)), batch=problem.batch, kv_heads=problem.kv_heads,
+        page_size=problem.page_size, left=min(max(problem.window[0], 0), 1 << 30), most_pieces=most_pieces,
+        table_width=call.cache.block_table.shape[1],
+    ))  # fmt: skip
+    address = block.address
+    write_addresses, write_scales = block.writer("k", ADDRESSES), block.writer("scale", SCALES)
     lock = threading.Lock()
     part_floats = most_pieces * 2 * variant.part_floats
 

@@ -112,7 +112,9 @@ def combine_kernel(
 class Combine:
     """The second launch, with the room that parts need."""
 
-    def __init__(self, problem: DecodeProblem, tile: DecodeTile, fixed: dict[str, Any], programs: int) -> None:
+    def __init__(
+        self, problem: DecodeProblem, tile: DecodeTile, fixed: dict[str, Any], programs: int, device: int | None
+    ) -> None:
         rows = tile.block_m if problem.ragged else min(tile.block_m, problem.group * problem.tokens)
         if problem.batch_invariant:
             blocks = -(-problem.total * problem.group // tile.block_m) + problem.batch * problem.ragged
@@ -125,15 +127,15 @@ class Combine:
         self.block_m, self.dim_v = tile.block_m, problem.head_dim_v
         early = {"launch_pdl": True} if fixed["EARLY"] else {}
         options = compile_options(WARPS, 3, 0) | early
-        self.launcher = Launcher(combine_kernel, constants(problem, tile, fixed, rows), options)
+        self.launcher = Launcher(combine_kernel, constants(problem, tile, fixed, rows), options, device)
 
     def workspace(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Room for parts, fp32: weighted values, and maximum and sum of each row."""
         rows = self.parts * self.block_m
         return (q.new_empty((rows, self.dim_v), dtype=torch.float32), q.new_empty((rows, 2), dtype=torch.float32))
 
-    def __call__(self, device: int | None, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
-        self.launcher(self.grid, device, tensors, numbers)
+    def __call__(self, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
+        self.launcher(self.grid, tensors, numbers)
 
 
 def constants(problem: DecodeProblem, tile: DecodeTile, fixed: dict[str, Any], rows: int) -> dict[str, Any]:

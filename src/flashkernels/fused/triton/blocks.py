@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from flashkernels.hardware import Gpu
-from flashkernels.jit.launch import Descriptor, Launcher, compile_options
+from flashkernels.jit.launch import Box, Launcher, compile_options
 
 ELEMENTS = 2048  # of a program, where rows are short
 PER_THREAD = 16
@@ -68,17 +68,14 @@ def resident(gpu: Gpu | None, warps: int) -> int:
     return 3 if gpu is None else gpu.sms * max(1, 32 // warps)
 
 
-class Launch:
-    """A kernel with its compile-time values, launched on the device of its tensors, which is the current one."""
+class Launch(Launcher):
+    """A kernel with its compile-time values, launched on the device of its tensors."""
 
     def __init__(
-        self, kernel: Any, constants: dict[str, Any], warps: int, device: torch.device, stages: int = 3
-    ) -> None:
-        self.launcher = Launcher(kernel, constants, compile_options(warps, stages, 0))
-        self.device = device.index
-
-    def __call__(self, grid: int, tensors: tuple[Tensor | Descriptor | None, ...], numbers: tuple[Any, ...]) -> None:
-        self.launcher(grid, self.device, tensors, numbers)
+        self, kernel: Any, constants: dict[str, Any], warps: int, device: torch.device, stages: int = 3,
+        boxes: Mapping[int, Box | None] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(kernel, constants, compile_options(warps, stages, 0), device.index, boxes)
 
 
 @triton.jit

@@ -17,7 +17,6 @@ from flashkernels.fused.triton.linear_tiles import LinearTile
 from flashkernels.fused.triton.operands import across, load_part, load_rows
 from flashkernels.hardware import GPUS, Gpu
 from flashkernels.jit.eager import Run, room
-from flashkernels.jit.launch import Descriptor
 
 
 @triton.jit
@@ -218,11 +217,12 @@ def forward_plan(problem: LinearProblem, gpu: Gpu | None, tensors: tuple[Any, ..
     by_tma = by_tma and tile.tma
     out_by_tma = by_tma and not tile.swap and problem.width * x.element_size() % 16 == 0
     fixed = constants(problem, tile, call, tile.persistent and by_tma)
-    launch = Launch(linear_kernel, fixed, tile.warps, x.device, tile.stages)
     weight_seen = weight_box(problem, tile, call, weight.stride(0))
     x_seen = (problem.rows, problem.depth), (x.stride(0), 1), [tile.block_m, tile.block_k]
     stored = [tile.block_m, tiles.stored_columns(tile, problem)]
     out_seen = (problem.rows, problem.width), (problem.width, 1), stored
+    boxes = {1: x_seen if by_tma else None, 4: weight_seen if by_tma else None, 7: out_seen if out_by_tma else None}
+    launch = Launch(linear_kernel, fixed, tile.warps, x.device, tile.stages, boxes)
     tiles_m, tiles_n = -(-problem.rows // tile.block_m), -(-problem.width // tile.block_n)
     programs = min(tiles_m * tiles_n, gpu.sms) if tile.persistent and gpu else tiles_m * tiles_n
     numbers = (
@@ -241,12 +241,11 @@ def forward_plan(problem: LinearProblem, gpu: Gpu | None, tensors: tuple[Any, ..
             return out, pre, rstd
         if not as_they_are:
             x, weight = dense(x), dense(weight)
-        arguments = (
-            x, Descriptor(x, *x_seen) if by_tma else None, None if norm_weight is None else norm_weight.contiguous(),
-            weight, Descriptor(weight, *weight_seen) if by_tma else None, None if bias is None else bias.contiguous(),
-            out, Descriptor(out, *out_seen) if out_by_tma else None, pre, rstd,
-        )  # fmt: skip
-        launch(programs, arguments, numbers)
+        if norm_weight is not None:
+            norm_weight = norm_weight.contiguous()
+        if bias is not None:
+            bias = bias.contiguous()
+        launch(programs, (x, x, norm_weight, weight, weight, bias, out, out, pre, rstd), numbers)
         return out, pre, rstd
 
     return run

@@ -6,7 +6,8 @@ greedy one it takes the first largest token of the first segment that has the la
 n-th largest maximum is a bound that at least n tokens reach, so it goes back to the segments whose maximum reaches it,
 about n of them, for the tokens that do, sorts those (some dozens) and cuts them by top-k, top-p and min-p.
 
-A row without any cut needs no candidates: it draws a segment, then a token in it.
+A row without any cut needs no candidates: it draws a segment, then a token in it. Where the host knows that all rows
+are such, or that one token stays in each, `settled_kernel` does it all: the program that ends the scan of a row draws.
 
 Where the candidates cannot tell (more than a thousand tokens stay, or are equal), `search_kernel` finds the bits of the
 last one that stays: eleven walks over the row, of three bits each. Its programs have nothing to do for other rows.
@@ -15,6 +16,7 @@ Nothing depends on how many rows there are, so neither does any result.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from flashkernels.fused.draws import MOST_SEGMENTS, segment_of
 from flashkernels.fused.rows import RowProblem
 from flashkernels.fused.sampling import GREEDY_BELOW, MOST_NUMBER, Numbers, Sample, Sampled
 from flashkernels.fused.triton.blocks import Launch
+from flashkernels.fused.triton.counts import Counter
 from flashkernels.fused.triton.draws import (
     LEAST,
     NONE,
@@ -39,6 +42,7 @@ from flashkernels.fused.triton.draws import (
     segment_sums,
 )
 from flashkernels.hardware import Gpu
+from flashkernels.jit.counters import zeros
 from flashkernels.jit.eager import Run, room
 
 TILE = 4096  # tokens that a program of the scan has
@@ -46,8 +50,6 @@ SMALL_TILE = 2048  # where there are few rows: more programs
 WALK = 1024  # tokens at a time of a walk over a row
 GATHERED = 4096  # tokens at a time of segments that have candidates
 SCAN_WARPS, FINISH_WARPS, SEARCH_WARPS = 4, 8, 16
-IDS = 1024  # previous tokens of a program that counts
-LONGEST_HALF = 32767  # previous tokens, whose counts 16 bits hold
 MOST = tl.constexpr(MOST_NUMBER)
 GREEDY = tl.constexpr(GREEDY_BELOW)
 LOWEST = tl.constexpr(-0x80000000)  # below every key
@@ -92,6 +94,22 @@ def numbers_at(logits_row, counts_row, cols, inside, how):
     return tl.minimum(tl.where(x == x, x, LEAST), MOST)
 
 
+@triton.jit
+def scan_part(logits_row, counts_row, part, width, how, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """ROWS segments of a row, of WIDTH tokens each: which they are, their maxima and sums."""
+    segment = part.to(tl.int32) * ROWS + tl.arange(0, ROWS)
+    cols = segment[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    tops, sums = segment_sums(numbers_at(logits_row, counts_row, cols, cols < width, how))
+    return segment, tops, sums
+
+
+@triton.jit
+def store_part(scanned_ptr, row, segment, tops, sums, segments):
+    here = scanned_ptr + row * 2 * segments + segment
+    tl.store(here, tops, mask=segment < segments)
+    tl.store(here + segments, sums, mask=segment < segments)
+
+
 @triton.jit(do_not_specialize=["blocks", "segments"])
 def scan_kernel(
     logits_ptr, counts_ptr, temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr, scanned_ptr,
@@ -99,28 +117,86 @@ def scan_kernel(
     temperature, repetition, presence, frequency,
     WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS segments of a row, of WIDTH tokens each; `blocks` programs a row. `scanned` is (rows, 2, segments)."""
+    """A part of a row; `blocks` programs have one. `scanned` is (rows, 2, segments)."""
     pid = tl.program_id(0).to(tl.int64)
     row = pid // blocks
     how = row_settings(temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr, row,
                        temperature, repetition, presence, frequency)  # fmt: skip
-    segment = (pid % blocks).to(tl.int32) * ROWS + tl.arange(0, ROWS)
-    cols = segment[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     counts_row = counts_ptr + row * stride_count if counts_ptr is not None else None
-    x = numbers_at(logits_ptr + row * stride_row, counts_row, cols, cols < width, how)
-    top, total = segment_sums(x)
-    at = scanned_ptr + row * 2 * segments + segment
-    tl.store(at, top, mask=segment < segments)
-    tl.store(at + segments, total, mask=segment < segments)
+    logits_row = logits_ptr + row * stride_row
+    segment, tops, sums = scan_part(logits_row, counts_row, pid % blocks, width, how, WIDTH, ROWS)
+    store_part(scanned_ptr, row, segment, tops, sums, segments)
 
 
 @triton.jit
 def scanned(scanned_ptr, row, segments, SEGMENTS: tl.constexpr):
-    """What `scan_kernel` has left of a row: the maxima of its segments, and their sums."""
+    """What the scan has left of a row: the maxima of its segments, and their sums."""
     at = tl.arange(0, SEGMENTS)
-    here = scanned_ptr + row * 2 * segments + at
-    tops = tl.load(here, mask=at < segments, other=LEAST)
-    return tops, tl.load(here + segments, mask=at < segments, other=0.0)
+    here = scanned_ptr + row * 2 * segments + at  # from the L2: other programs of the same launch may have written
+    tops = tl.load(here, mask=at < segments, other=LEAST, cache_modifier=".cg")
+    return tops, tl.load(here + segments, mask=at < segments, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def largest(logits_row, counts_row, tops, width, how, WIDTH: tl.constexpr):
+    """The first of the largest tokens."""
+    cols = first_largest(tops, tl.arange(0, tops.shape[0])) * WIDTH + tl.arange(0, WIDTH)
+    return first_largest(numbers_at(logits_row, counts_row, cols, cols < width, how), cols)
+
+
+@triton.jit
+def drawn_whole(logits_row, counts_row, tops, sums, top, seed, offset, width, how, WIDTH: tl.constexpr):
+    """A token of a row without any cut: a segment first, then one in it."""
+    at = tl.arange(0, tops.shape[0])
+    segment = drawn(tl.log(sums) + (tops - top), at, seed, offset, SEGMENT)
+    cols = segment * WIDTH + tl.arange(0, WIDTH)
+    x = numbers_at(logits_row, counts_row, cols, cols < width, how)
+    return drawn(x - top, cols, seed, offset, TOKEN)
+
+
+@triton.jit(do_not_specialize=["segments", "blocks", "seed", "offset", "one"])
+def settled_kernel(
+    logits_ptr, counts_ptr, seed_ptr, offset_ptr, repetition_ptr, presence_ptr, frequency_ptr, scanned_ptr, done_ptr,
+    ids_ptr, logprobs_ptr,
+    width, segments, blocks, stride_row: tl.int64, stride_count: tl.int64, seed: tl.int64, offset: tl.int64, one,
+    temperature, repetition, presence, frequency,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """A part of the scan of a row, and for the last program of a row its token: the largest where `one` is not 0, else
+    any. `done` counts the programs of each row; None, as `scanned`, if one has all of it."""
+    pid = tl.program_id(0).to(tl.int64)
+    row = pid // blocks
+    how = row_settings(None, repetition_ptr, presence_ptr, frequency_ptr, row,
+                       temperature, repetition, presence, frequency)  # fmt: skip
+    logits_row = logits_ptr + row * stride_row
+    counts_row = counts_ptr + row * stride_count if counts_ptr is not None else None
+    segment, part_tops, part_sums = scan_part(logits_row, counts_row, pid % blocks, width, how, WIDTH, ROWS)
+    done = blocks - 1
+    if done_ptr is not None:
+        store_part(scanned_ptr, row, segment, part_tops, part_sums, segments)
+        tl.debug_barrier()  # what other threads of this program have stored comes before
+        done = tl.atomic_add(done_ptr + row, 1, sem="acq_rel")
+    if done == blocks - 1:
+        if done_ptr is not None:
+            tl.store(done_ptr + row, 0)  # as the next launch wants to find it
+            tops, sums = scanned(scanned_ptr, row, segments, SEGMENTS)
+        else:
+            tops, sums = part_tops, part_sums
+        top = tl.max(tops, 0)
+        if top == LEAST:  # nothing to draw from
+            tl.store(ids_ptr + row, 0)
+            tl.store(logprobs_ptr + row, float("nan"))
+        else:
+            norm = top + tl.log(tl.sum(sums * tl.exp(tops - top), 0))
+            if one != 0:
+                token = largest(logits_row, counts_row, tops, width, how, WIDTH)
+            else:
+                seed = setting(seed_ptr, row, seed + row).to(tl.int64)
+                offset = setting(offset_ptr, row, offset).to(tl.int64)
+                token = drawn_whole(logits_row, counts_row, tops, sums, top, seed, offset, width, how, WIDTH)
+            token = tl.minimum(token, width - 1)
+            tl.store(ids_ptr + row, token)
+            tl.store(logprobs_ptr + row, numbers_at(logits_row, counts_row, token, token < width, how) - norm)
 
 
 @triton.jit
@@ -286,7 +362,6 @@ def finish_kernel(
 ):  # fmt: skip
     """A row. Its part of `lists` has segments, then tokens, then whether the row is left to `search_kernel`."""
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, SEGMENTS)
     listed_row = lists_ptr + row * (SEGMENTS + CAPACITY + PADDING)
     tops, sums = scanned(scanned_ptr, row, segments, SEGMENTS)
     top = tl.max(tops, 0)
@@ -311,8 +386,7 @@ def finish_kernel(
         norm = top + tl.log(total)
         token = tl.zeros((), tl.int32)
         if (k == 1) & (TOP == 0):
-            cols = first_largest(tops, at) * WIDTH + tl.arange(0, WIDTH)
-            token = first_largest(numbers_at(logits_row, counts_row, cols, cols < width, how), cols)
+            token = largest(logits_row, counts_row, tops, width, how, WIDTH)
         elif (not whole) | (TOP > 0):
             some = tl.minimum(CAPACITY // 4, segments // 4 + 1)  # where it is not known how many stay
             want = tl.where((k <= CAPACITY) & (k < width), k, some)
@@ -337,10 +411,7 @@ def finish_kernel(
             left = (count > CAPACITY) | ((not known) & (not whole))
             token = drawn(tl.where(stay, x - top, LEAST), ids, seed, offset, TOKEN)
         if whole:
-            segment = drawn(tl.log(sums) + (tops - top), at, seed, offset, SEGMENT)
-            cols = segment * WIDTH + tl.arange(0, WIDTH)
-            x = numbers_at(logits_row, counts_row, cols, cols < width, how)
-            token = drawn(x - top, cols, seed, offset, TOKEN)
+            token = drawn_whole(logits_row, counts_row, tops, sums, top, seed, offset, width, how, WIDTH)
         token = tl.minimum(token, width - 1)
         chosen = numbers_at(logits_row, counts_row, token, token < width, how)
         tl.store(ids_ptr + row, token)
@@ -388,23 +459,6 @@ def search_kernel(
             tl.store(logprobs_ptr + row, numbers_at(logits_row, counts_row, token, token < width, how) - norm)
 
 
-@triton.jit(do_not_specialize=["length"])
-def count_kernel(
-    previous_ptr, counts_ptr, width, length, blocks, stride_b: tl.int64, stride_l: tl.int64, stride_count: tl.int64,
-    IDS: tl.constexpr, HALVES: tl.constexpr,
-):  # fmt: skip
-    """Counts tokens. Where HALVES, counts are of 16 bits and added by pairs, as an int32."""
-    pid = tl.program_id(0).to(tl.int64)
-    row = pid // blocks
-    at = pid % blocks * IDS + tl.arange(0, IDS)
-    ids = tl.load(previous_ptr + row * stride_b + at * stride_l, mask=at < length, other=-1)
-    real = (ids >= 0) & (ids < width)
-    if HALVES:
-        tl.atomic_add(counts_ptr + row * stride_count + ids // 2, tl.where(ids % 2 == 0, 1, 65536), mask=real)
-    else:
-        tl.atomic_add(counts_ptr + row * stride_count + ids, tl.full((IDS,), 1, tl.int32), mask=real)
-
-
 # --- how a call is cut
 
 
@@ -420,26 +474,6 @@ def scan_rows(rows: int, width: int, segment: int, gpu: Gpu | None) -> int:
     return full if gpu is None or programs >= 4 * gpu.sms else max(1, SMALL_TILE // segment)
 
 
-class Counter:
-    """Counts previous tokens (B, L), on the device."""
-
-    def __init__(self, previous: Tensor, width: int) -> None:
-        self.rows, self.length = previous.shape
-        self.halves = self.length <= LONGEST_HALF
-        self.width = -(-width // 16) * 16  # rows of counts stay aligned
-        self.blocks = -(-self.length // IDS)
-        step = self.width // 2 if self.halves else self.width
-        self.numbers = (width, self.length, self.blocks, *previous.stride(), step)
-        self.launch = Launch(count_kernel, {"IDS": IDS, "HALVES": self.halves}, 4, previous.device)
-
-    def __call__(self, previous: Tensor) -> Tensor:
-        dtype = torch.int16 if self.halves else torch.int32
-        counts = torch.zeros((self.rows, self.width), dtype=dtype, device=previous.device)
-        if counts.numel() and self.length:
-            self.launch(self.rows * self.blocks, (previous, counts.view(torch.int32)), self.numbers)
-        return counts
-
-
 class Scan:
     """The launch of `scan_kernel` for rows of logits, with room for what it finds."""
 
@@ -448,7 +482,7 @@ class Scan:
         self.segment = segment_of(width)
         self.segments = -(-width // self.segment)
         tile = scan_rows(rows, width, self.segment, gpu)
-        self.blocks = -(-self.segments // tile)
+        self.tile, self.blocks = tile, -(-self.segments // tile)
         self.launch = Launch(scan_kernel, {"WIDTH": self.segment, "ROWS": tile}, SCAN_WARPS, device)
         self.output = room((rows, 2, self.segments), torch.float32, device)
         self.grid, self.sizes = rows * self.blocks, (width, self.segments, self.blocks)
@@ -483,32 +517,65 @@ def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: S
     search = Launch(search_kernel, fixed | {"WALK": WALK}, SEARCH_WARPS, logits.device)
     copied = logits.stride(1) != 1 and width > 1
     searched = bool(call.top_n) or any(x is not None for x in tensors[5:9])  # else the numbers decide
+    # Where a program has a row, nothing goes through memory. However many rows there are: sums must not depend on that.
+    whole_rows, segments = width <= SMALL_TILE, fixed["SEGMENTS"]
+    constants = {"WIDTH": scan.segment, "ROWS": segments if whole_rows else scan.tile, "SEGMENTS": segments}
+    settled = Launch(settled_kernel, constants, SCAN_WARPS, logits.device)
     like = Sampled.empty(logits.to("meta"), call.top_n)
     ids, logprobs, top_ids, top_logprobs = (room(x.shape, x.dtype, logits.device) for x in like)
-    lists = room((rows, fixed["SEGMENTS"] + call.capacity + PADDING.value), torch.int32, logits.device)
+    lists = room((rows, segments + call.capacity + PADDING.value), torch.int32, logits.device)
     row_step = width if copied else logits.stride(0)
     count_step = 0 if counts is None else counts.stride(0) if counts.stride(1) == 1 else width  # then it is copied
     count_step = counter.width if counter else count_step
     sizes, steps = (width, scan.segments, row_step, count_step), (row_step, count_step)
+    grid, output, device = scan.grid, scan.output, logits.device.index
+
+    @functools.lru_cache(maxsize=16)
+    def stays(settings: tuple[Any, ...]) -> int | None:
+        """1 where one token stays and 0 where all do, in every row; None where that is to be found out."""
+        named = Numbers._make((*settings, 0, 0))
+        return int(named.one) if not searched and named.settled(width) else None
+
+    def laid_out(numbers: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Of a call with these numbers: them, whether `settled_kernel` serves, and what the kernels take."""
+        one, (heat, _, _, _, *penalties, seed, offset) = stays(numbers[:7]), numbers
+        if one is not None:
+            return numbers, True, (*scan.sizes, *steps, seed, offset, one, heat, *penalties), ()
+        return numbers, False, (*steps, heat, *penalties), (*sizes, seed, offset, *numbers[:7])
+
+    last: tuple[Any, ...] = (None,)  # what `laid_out` gave
+    new: Any = tuple.__new__  # half the time of the class's own
 
     def run(
-        numbers: Numbers, logits: Tensor, previous: Tensor | None, counts: Tensor | None, seeds: Tensor | None,
-        offsets: Tensor | None, *settings: Tensor | None,
+        numbers: tuple[Any, ...], logits: Tensor, previous: Tensor | None, counts: Tensor | None, seeds: Tensor | None,
+        offsets: Tensor | None, temperature: Tensor | None, top_k: Tensor | None, top_p: Tensor | None,
+        min_p: Tensor | None, repetition: Tensor | None, presence: Tensor | None, frequency: Tensor | None,
     ) -> Sampled:  # fmt: skip
-        out = Sampled(ids(), logprobs(), top_ids(), top_logprobs())
+        nonlocal last
+        token, logprob = ids(), logprobs()
+        out = new(Sampled, (token, logprob, top_ids(), top_logprobs()))
         if rows == 0:
             return out
         if copied:
             logits = logits.contiguous()
         if counter is not None and previous is not None:
             counts = counter(previous)
-        found = scan(logits, counts, (settings[0], *settings[4:]), (*steps, numbers[0], *numbers[4:7]))
-        tops = out[2:] if call.top_n else (None, None)
-        given = (logits, counts, seeds, offsets, *settings, found, lists(), *out[:2], *tops)
-        values = (*sizes, *numbers[7:], *numbers[:7])
+        known = last
+        if known[0] != numbers:
+            known = last = laid_out(numbers)
+        _, at_once, first, values = known
+        if at_once:
+            found, done = (None, None) if whole_rows else (output(), zeros(rows, torch.int32, device))
+            given = (logits, counts, seeds, offsets, repetition, presence, frequency, found, done, token, logprob)
+            settled(grid, given, first)
+            return out
+        found = scan(logits, counts, (temperature, repetition, presence, frequency), first)
+        given = (
+            logits, counts, seeds, offsets, temperature, top_k, top_p, min_p, repetition, presence, frequency, found,
+            lists(), token, logprob, *(out[2:] if call.top_n else (None, None)),
+        )  # fmt: skip
         finish(rows, given, values)
-        if searched or not numbers.settled(width):
-            search(rows, given, values)
+        search(rows, given, values)
         return out
 
     return run

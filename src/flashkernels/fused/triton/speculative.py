@@ -3,6 +3,9 @@
 Of logits, `scan_kernel` (that of sampling) first leaves the maxima and sums of all rows, so that the probability of a
 draft is one number more. Refusing a draft is a walk over the row: what is left of p goes to memory, and the sum of each
 segment too, from which the last token is drawn as from any other row.
+
+Where the host knows that the largest tokens alone are accepted, `greedy_kernel` does it all: every program leaves the
+largest token of a part of a row, and the last of a sequence compares.
 """
 
 from __future__ import annotations
@@ -14,25 +17,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashkernels.fused.draws import segment_of
+from flashkernels.fused.draws import MOST_TOKENS, segment_of
 from flashkernels.fused.rows import RowProblem
-from flashkernels.fused.speculative import Accept, Accepted, Numbers
+from flashkernels.fused.sampling import GREEDY_BELOW
+from flashkernels.fused.speculative import Accept, Accepted
 from flashkernels.fused.triton.blocks import Launch
 from flashkernels.fused.triton.draws import (
     ACCEPT,
+    LEAST,
     NEW_SEGMENT,
     NEW_TOKEN,
     NONE,
     drawn,
     first_largest,
+    key_of,
     uniform,
 )
 from flashkernels.fused.triton.sampling import GREEDY, Scan, numbers_at, row_settings, scanned, setting
 from flashkernels.hardware import Gpu
+from flashkernels.jit.counters import zeros
 from flashkernels.jit.eager import Run, room
 
 TILE = 8192  # tokens at a time of a walk over a row
 WARPS = 16
+GREEDY_WARPS = 4
+HALF = tl.constexpr(0x80000000)
+EMPTY = tl.constexpr(0x800000)  # the key of -inf, one more, and HALF
+IDS = tl.constexpr(MOST_TOKENS)
 
 
 @triton.jit
@@ -140,6 +151,7 @@ def accept_kernel(
             if greedy:
                 cols = first_largest(tops, at) * WIDTH + tl.arange(0, WIDTH)
                 best = first_largest(numbers_at(target_row, None, cols, cols < width, how), cols)
+                best = tl.where(top == LEAST, -1, best)  # nothing to accept
         child = tl.min(tl.where(real & (parents == node) & (each > tried), each, NONE), 0)
         more = child < nodes
         if more:
@@ -190,6 +202,58 @@ def accept_kernel(
     tl.store(counts_ptr + row, count)
 
 
+@triton.jit(do_not_specialize=["nodes", "blocks"])
+def greedy_kernel(
+    ids_ptr, parents_ptr, target_ptr, zeros_ptr, counts_ptr, out_ptr, last_ptr, nodes_ptr,
+    nodes, width, blocks, stride_ib: tl.int64, stride_in: tl.int64, stride_pb: tl.int64, stride_pn: tl.int64,
+    NODES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """TILE tokens of one of the target's rows; `blocks` programs have one, and the last of a sequence accepts. `zeros`
+    has the largest token of each row, then how many programs of each sequence are done."""
+    pid = tl.program_id(0).to(tl.int64)
+    place = pid // blocks
+    row = place // (nodes + 1)
+    cols = (pid % blocks).to(tl.int32) * TILE + tl.arange(0, TILE)
+    x = numbers_at(target_ptr + place * width, None, cols, cols < width, (1.0, 1.0, 0.0, 0.0))
+    # Above 0: the order of the number, and below it that of the id, lower ones first.
+    packed = ((key_of(tl.max(x, 0)).to(tl.int64) + HALF) * IDS) | (IDS - 1 - first_largest(x, cols))
+    tl.atomic_max(zeros_ptr + place, packed, sem="relaxed")
+    done_ptr = zeros_ptr + tl.num_programs(0) // blocks + row
+    done = tl.atomic_add(done_ptr, 1, sem="acq_rel")
+    if done == blocks * (nodes + 1) - 1:
+        each = tl.arange(0, NODES)
+        inside = each <= nodes
+        first = row * (nodes + 1)
+        most = tl.load(zeros_ptr + first + each, mask=inside, other=0, cache_modifier=".cg")  # other programs' too
+        tl.store(done_ptr, 0)  # as the next launch wants to find it
+        tl.store(zeros_ptr + first + each, 0, mask=inside)
+        largest = tl.where(most >= EMPTY * IDS, IDS - 1 - (most & (IDS - 1)), -1)  # -1: nothing is above -inf
+        ids = tl.load(ids_ptr + row * stride_ib + each * stride_in, mask=each < nodes, other=-1).to(tl.int64)
+        parents = each - 1
+        if parents_ptr is not None:
+            parents_at = parents_ptr + row * stride_pb + each * stride_pn
+            parents = tl.load(parents_at, mask=each < nodes, other=-2).to(tl.int32)
+        found = tl.full((NODES,), -1, tl.int64)
+        path = tl.full((NODES,), -1, tl.int64)
+        node = tl.full((), -1, tl.int32)
+        count = tl.zeros((), tl.int32)
+        more = tl.full((), 1, tl.int1)
+        while more:
+            best = tl.sum(tl.where(each == node + 1, largest, 0), 0)
+            found = tl.where(each == count, tl.maximum(best, 0), found)
+            right = (ids == best) & (best >= 0)
+            child = tl.min(tl.where(right & (parents == node) & (each > node), each, NONE), 0)
+            more = child < nodes
+            if more:
+                path = tl.where(each == count, child, path)
+                count += 1
+                node = child
+        tl.store(out_ptr + first + each, found, mask=inside)
+        tl.store(nodes_ptr + first + each, path, mask=inside)
+        tl.store(last_ptr + row, tl.sum(tl.where(each == count, found, 0), 0))
+        tl.store(counts_ptr + row, count)
+
+
 def constants(width: int, nodes: int, logits: bool) -> dict[str, Any]:
     """The compile-time values of `accept_kernel`, in its order."""
     segment = segment_of(width)
@@ -204,37 +268,48 @@ def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: A
     draft_ids, target, draft, parents, *rest = tensors
     (rows, nodes), width = draft_ids.shape, target.shape[2]
     scan = Scan(rows * (nodes + 1), width, gpu, target.device)
-    launch = Launch(accept_kernel, constants(width, nodes, call.logits), WARPS, target.device)
+    fixed = constants(width, nodes, call.logits)
+    launch = Launch(accept_kernel, fixed, WARPS, target.device)
+    of_greedy = {"NODES": fixed["NODES"], "TILE": scan.tile * scan.segment}
+    greedy = Launch(greedy_kernel, of_greedy, GREEDY_WARPS, target.device)
+    greedily = call.logits and rest[0] is None  # where the number is 0
     copied = draft is not None and draft.stride(2) != 1
+    spread = not target.is_contiguous()
     scattered = not all(x is None or x.is_contiguous() for x in rest)  # what is one number for each row
     steps = (0, 0) if parents is None else parents.expand(rows, nodes).stride()
     draft_steps = (0, 0) if draft is None else (nodes * width, width) if copied else draft.stride()[:2]
     sizes = (nodes, width, scan.segments, *draft_ids.stride(), *steps, *draft_steps)
+    greedy_sizes = (nodes, width, scan.blocks, *draft_ids.stride(), *steps)
     like = Accepted.empty(draft_ids.to("meta"))
     counts, ids, last, taken = (room(x.shape, x.dtype, target.device) for x in like)
     left = room((rows * (width * (1 if draft is None else 2) + scan.segments),), torch.float32, target.device)
+    device, marks, grid = target.device.index, rows * (nodes + 2), scan.grid
+    new: Any = tuple.__new__  # half the time of the class's own
 
     def run(
-        numbers: Numbers, draft_ids: Tensor, target: Tensor, draft: Tensor | None, parents: Tensor | None,
-        heats: Tensor | None, seeds: Tensor | None, offsets: Tensor | None,
+        numbers: tuple[float, int, int], draft_ids: Tensor, target: Tensor, draft: Tensor | None,
+        parents: Tensor | None, heats: Tensor | None, seeds: Tensor | None, offsets: Tensor | None,
     ) -> Accepted:  # fmt: skip
-        out = Accepted(counts(), ids(), last(), taken())
+        out: Accepted = new(Accepted, (counts(), ids(), last(), taken()))
         if rows == 0:
             return out
-        flat = target.contiguous()
+        if spread:
+            target = target.contiguous()
+        heat = numbers[0]
+        if greedily and heat < GREEDY_BELOW:
+            done = zeros(marks, torch.int64, device)
+            greedy(grid, (draft_ids, parents, target, done, *out), greedy_sizes)
+            return out
         found = None
         if call.logits:
             every = None if heats is None else heats[:, None].expand(rows, nodes + 1).reshape(-1)
-            found = scan(flat, None, (every, None, None, None), (width, 0, numbers.temperature, 1.0, 0.0, 0.0))
+            found = scan(target, None, (every, None, None, None), (width, 0, heat, 1.0, 0.0, 0.0))
         if copied and draft is not None:
             draft = draft.contiguous()
         if scattered:
             heats, seeds, offsets = (None if x is None else x.contiguous() for x in (heats, seeds, offsets))
-        launch(
-            rows,
-            (draft_ids, parents, flat, found, draft, heats, seeds, offsets, left(), *out),
-            (*sizes, numbers.seed, numbers.offset, numbers.temperature),
-        )  # fmt: skip
+        tensors = (draft_ids, parents, target, found, draft, heats, seeds, offsets, left(), *out)
+        launch(rows, tensors, (*sizes, *numbers[1:], heat))
         return out
 
     return run

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flashkernels.hardware import Gpu
 from flashkernels.jit import driver, nvrtc
+from flashkernels.jit.block import ParameterBlock
 from flashkernels.jit.eager import Run, room
 from flashkernels.jit.headers import constants, texts
 from flashkernels.moe.combine import Combine, CombineProblem
@@ -53,12 +54,8 @@ def combine_plan(problem: CombineProblem, gpu: Gpu | None, tensors: tuple[Any, .
     pieces = problem.width // PIECE
     grid = -(-problem.rows * pieces // THREADS)
     device = y.device.index
-    buffer = ctypes.create_string_buffer(ctypes.sizeof(Params) + 64)
-    offset = -ctypes.addressof(buffer) % 64
-    address = ctypes.addressof(buffer) + offset
-    params = Params.from_buffer(buffer, offset)
-    params.tokens, params.pieces, params.settled = problem.rows, pieces, call.settled
-    write_addresses = functools.partial(ADDRESSES.pack_into, buffer, offset)
+    block = ParameterBlock(Params(tokens=problem.rows, pieces=pieces, settled=call.settled))
+    address, write_addresses = block.address, block.writer("y", ADDRESSES)
     lock = threading.Lock()
     output = room((problem.rows, problem.width), call.dtype, y.device)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flashkernels.hardware import Gpu
 from flashkernels.jit import driver, nvrtc
+from flashkernels.jit.block import ParameterBlock
 from flashkernels.jit.counters import counters
 from flashkernels.jit.eager import Run, room
 from flashkernels.moe.gemm import Gemm
@@ -69,21 +70,16 @@ def gemm_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], c
     device = x.device.index
     features = -(-problem.n // (WEIGHT_ROWS * tile.cluster))
     grid = gpu.sms // tile.cluster * tile.cluster
-    buffer = ctypes.create_string_buffer(ctypes.sizeof(Params) + 128)  # C++ rounds its size up to 64
-    offset = -ctypes.addressof(buffer) % 64
-    address = ctypes.addressof(buffer) + offset
-    block = Params.from_buffer(buffer, offset)
     mixed = call.interleaved and problem.gated
     warps = rounding.row_warps(problem.depth)
     numbers = (
         problem.experts, problem.width, problem.depth, tensors[9].shape[1], features, 2 if mixed else 1,
         1 if mixed else problem.width, x.shape[0], warps,
     )  # fmt: skip
-    for name, value in zip(NUMBERS, numbers, strict=True):
-        setattr(block, name, value)
-    block.stride_tokens = x.stride(0) * x.element_size()
-    write_maps = functools.partial(MAPS.pack_into, buffer, offset)
-    write_addresses = functools.partial(ADDRESSES.pack_into, buffer, offset + Params.out.offset)
+    stride_tokens = x.stride(0) * x.element_size()
+    block = ParameterBlock(Params(stride_tokens=stride_tokens, **dict(zip(NUMBERS, numbers, strict=True))))
+    address = block.address
+    write_maps, write_addresses = block.writer("w", MAPS), block.writer("out", ADDRESSES)
     lock = threading.Lock()
     output = room((problem.rows, problem.width), call.out_dtype, x.device)
     scales_at = problem.rows * problem.depth  # behind the gathered rows, whose elements are bytes then

@@ -18,6 +18,7 @@ from torch import Tensor
 from flashkernels.fused.rows import DTYPES
 from flashkernels.hardware import Gpu
 from flashkernels.jit import driver, nvrtc
+from flashkernels.jit.block import ParameterBlock
 from flashkernels.jit.counters import counters
 from flashkernels.jit.eager import Run, compiled, room
 from flashkernels.jit.headers import constants, texts
@@ -149,14 +150,12 @@ def route_plan(problem: RouteProblem, gpu: Gpu | None, tensors: tuple[Any, ...],
     outputs = Outputs(tokens, k, call, blocks * whole.columns if call.block else 0, logits.device)
     device = logits.device.index
     grid_wide = way == "grid"
-    buffer = ctypes.create_string_buffer(ctypes.sizeof(Params) + 64)
-    offset = -ctypes.addressof(buffer) % 64
-    address = ctypes.addressof(buffer) + offset
-    params = Params.from_buffer(buffer, offset)
-    params.stride, params.scale, params.tokens, params.of_warp = stride, call.scale, tokens, whole.of_warp
-    params.first, params.last, params.shift = call.first, call.last, max(1, call.block).bit_length() - 1
-    params.most = most_tiles(tokens * k, call.last - call.first, call.block) if call.block else 0
-    write_addresses = functools.partial(ADDRESSES.pack_into, buffer, offset)
+    block = ParameterBlock(Params(
+        stride=stride, scale=call.scale, tokens=tokens, of_warp=whole.of_warp, first=call.first, last=call.last,
+        shift=max(1, call.block).bit_length() - 1,
+        most=most_tiles(tokens * k, call.last - call.first, call.block) if call.block else 0,
+    ))  # fmt: skip
+    address, write_addresses = block.address, block.writer("logits", ADDRESSES)
     without_plan = () if call.block else (0,) * 7  # and without a table
     lock = threading.Lock()
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from flashkernels.fused.rows import RowProblem
 from flashkernels.hardware import Gpu
 from flashkernels.jit import driver, nvrtc
+from flashkernels.jit.block import ParameterBlock
 from flashkernels.jit.eager import Run, room
 from flashkernels.jit.headers import constants, texts
 from flashkernels.moe.hopper.rounding import block_warps, row_warps
@@ -56,12 +57,8 @@ def rounding_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...]
     grid = -(-rows // (threads // 32 // warps))
     kernel = driver.Kernel(library(call.format, problem.dtype), "round_rows", 0, early=True)
     device = x.device.index
-    buffer = ctypes.create_string_buffer(ctypes.sizeof(Params) + 64)
-    offset = -ctypes.addressof(buffer) % 64
-    address = ctypes.addressof(buffer) + offset
-    params = Params.from_buffer(buffer, offset)
-    params.stride, params.rows, params.width, params.warps = x.stride(0) * x.element_size(), rows, width, warps
-    write_addresses = functools.partial(ADDRESSES.pack_into, buffer, offset)
+    block = ParameterBlock(Params(stride=x.stride(0) * x.element_size(), rows=rows, width=width, warps=warps))
+    address, write_addresses = block.address, block.writer("x", ADDRESSES)
     lock = threading.Lock()
     output = room((rows, width), DTYPES[call.format], x.device)
     scales = room((rows,), torch.float32, x.device)

@@ -74,7 +74,7 @@ def build_route(problem: RouteProblem, gpu: Gpu, call: Call) -> dict[str, Resour
     fixed = route.constants(problem, whole, call, gpu)
     found = {"choose": _build(route.choose_kernel, fixed, whole.warps, problem, gpu)}
     if second is not None:
-        found["place"] = _build(route.place_kernel, second.launcher.constants, 8, problem, gpu)
+        found["place"] = _build(route.place_kernel, second.constants, 8, problem, gpu)
     return found
 
 

@@ -97,7 +97,7 @@ def combine_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...],
     fixed = {"ROWS": rows, "BLOCK": block.width, "K": k, "PARTS": parts, "EARLY": starts_early(gpu),
              "SETTLED": settled}  # fmt: skip
     launch = Launch(combine_kernel, fixed, block.warps, y.device)
-    launched_early(launch.launcher, starts_early(gpu))
+    launched_early(launch, starts_early(gpu))
     output = room((tokens, problem.width), call.dtype, y.device)
     numbers = (tokens, problem.width, y.shape[-2] * problem.width, problem.width)
 

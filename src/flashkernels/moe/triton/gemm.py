@@ -303,7 +303,7 @@ class Gather:
         self.shape = rows, x.shape[1]
         self.numbers = (of_token, experts, x.shape[1], x.stride(0) if x.stride(1) == 1 else x.shape[1])
         self.launch = Launch(gather_kernel, {"ROWS": self.ROWS, "BLOCK": self.BLOCK, "EARLY": early}, 4, x.device)
-        launched_early(self.launch.launcher, early)
+        launched_early(self.launch, early)
 
     def __call__(self, x: Tensor, permutation: Tensor, offsets: Tensor) -> Tensor:
         out = x.new_empty(self.shape)
@@ -394,11 +394,10 @@ def tile_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], c
     programs = min(most, gpu.sms) if tile.persistent and gpu else most
     fixed = constants(problem, tile, call, early, scales_weights(tile, x.dtype, w_scale))
     options = compile_options(tile.warps, tile.stages, tile.registers)
-    launcher = launched_early(Launcher(gemm_kernel, fixed, options), early)
+    launcher = launched_early(Launcher(gemm_kernel, fixed, options, x.device.index), early)
     box = weight_box(problem, tile, call, w.shape[2]) if tile.tma else None
     x_depth = tile.block_k // PHASES.get(problem.weights, 1)
     scale_strides = (0, 0) if w_scale is None else (w_scale.stride(0), w_scale.stride(1))
-    device = x.device.index
     copied_x = x.stride(1) != 1
     stride_x = x.shape[1] if copied or copied_x else x.stride(0)
     x_box = ((problem.rows if copied else x.shape[0], x.shape[1]), (stride_x, 1), [tile.block_m, x_depth])
@@ -424,7 +423,7 @@ def tile_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], c
             x, Descriptor(x, *x_box) if by_tma else None, w, Descriptor(w, *box) if box else None, bias, x_scale,
             w_scale, row_weights, permutation, offsets, tiles, tile_offsets, out,
         )  # fmt: skip
-        launcher(programs, device, arguments, numbers)
+        launcher(programs, arguments, numbers)
         return out
 
     return run

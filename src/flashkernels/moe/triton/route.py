@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashkernels.fused.triton.blocks import Launch
 from flashkernels.hardware import Gpu
-from flashkernels.jit.counters import counters
+from flashkernels.jit.counters import zeros
 from flashkernels.jit.eager import Run
 from flashkernels.moe.plan import MOST_EXPERTS, Cutter, Plan, most_tiles
 from flashkernels.moe.problem import RouteProblem
@@ -394,26 +394,6 @@ def cut(tokens: int, experts: int, k: int, sms: int) -> Cut:
     return Cut(rows, -(-tokens // (rows * steps)), steps, 8)
 
 
-class Address:
-    """int32 counters on a device, by their address: what a launch needs of a tensor."""
-
-    dtype = torch.int32
-
-    def __init__(self, address: int) -> None:
-        self.address = address
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-def zeros_for(x: Tensor) -> Any:
-    """A counter that is 0, and that a kernel leaves so."""
-    if not x.is_cuda:
-        return torch.zeros(1, dtype=torch.int32)
-    device = x.device.index
-    return Address(counters(device, torch._C._cuda_getCurrentRawStream(device)))
-
-
 def plan_constants(problem: RouteProblem, whole: Cut, block: int, gpu: Gpu | None) -> dict[str, Any]:
     """The compile-time values of placing, in the kernels' order."""
     small = problem.tokens * problem.k <= SMALL
@@ -444,7 +424,7 @@ def route_plan(problem: RouteProblem, gpu: Gpu | None, tensors: tuple[Any, ...],
         if tokens == 0:
             return (weights, ids, *(x.zero_() for x in plan[:6])) if plan else (weights, ids)
         logits = logits.contiguous() if copied else logits
-        done = zeros_for(logits) if plan and finisher.counted else None
+        done = zeros(1, torch.int32, logits.device.index) if plan and finisher.counted else None
         outputs = finisher.outputs(plan) if plan else (None,) * 5
         inverse = plan.inverse if plan else None
         launch(whole.parts, (logits, bias, used, weights, ids, inverse, table, *outputs, done),
@@ -485,7 +465,7 @@ class Finisher:
         }  # fmt: skip
         self.launch = None if small else Launch(place_kernel, constants, 8, device)
         if self.launch is not None:
-            launched_early(self.launch.launcher, fixed["EARLY"])
+            launched_early(self.launch, fixed["EARLY"])
 
     @staticmethod
     def outputs(plan: Plan) -> tuple[Tensor, ...]:
@@ -513,7 +493,7 @@ def regroup_plan(problem: RouteProblem, gpu: Gpu | None, tensors: tuple[Any, ...
         if tokens == 0:
             return tuple(x.zero_() for x in plan[:6])
         ids = ids.contiguous()
-        done = zeros_for(ids) if finisher.counted else None
+        done = zeros(1, torch.int32, ids.device.index) if finisher.counted else None
         launch(whole.parts, (ids, used, plan.inverse, table, *finisher.outputs(plan), done), (*finisher.numbers, k, 1))
         finisher(ids, used, plan, table)
         return plan[:6]

@@ -81,7 +81,7 @@ def rounding_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...]
     fixed = ({} if wide else {"ROWS": tall}) | {"BLOCK": block, "MOST": most, "EARLY": early}
     warps = max(1, min(16, tall * block // 512))
     launch = Launch(wide_kernel if wide else block_kernel, fixed, warps, x.device)
-    launched_early(launch.launcher, early)
+    launched_early(launch, early)
     grid = rows if wide else -(-rows // tall) * blocks
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -61,7 +61,7 @@ class Widen:
             "NATIVE": not interpreting(),
         }  # fmt: skip
         self.launch = Launch(widen_kernel, fixed, WARPS, w.device)
-        launched_early(self.launch.launcher, early)
+        launched_early(self.launch, early)
 
     def __call__(self, w: Tensor, scale: Tensor) -> Tensor:
         out = scale.new_empty(self.shape)
