@@ -7,7 +7,11 @@ PY := .venv/bin/python
 READY := .venv/.ready
 TRITON := 3.6.0
 JOBS := 2
-SUITES := headdims scaling seqlens features shapes fp8
+# op:suite:file
+BENCHES := attention:headdims:attention-headdims attention:scaling:attention-scaling attention:shapes:attention-shapes \
+	attention:fp8:attention-fp8 attention:seqlens:attention-seqlens attention:features:attention-features \
+	attention_backward:headdims:attention-backward decode:formats:decode-formats moe:route:moe-route \
+	moe:layer:moe-layer fused:rows:fused-rows
 RUN = PYTHONPATH=$(CURDIR)/src $(PY) -m
 
 # Nothing from the machine's own Python set-up may leak into .venv.
@@ -46,8 +50,10 @@ gpu-test: $(READY)  ## the tests that need an NVIDIA GPU
 	$(RUN) pytest tests -m gpu --slow
 
 bench: $(READY)  ## all benchmark suites on this machine's GPU, into benchmarks/results/
-	@gpu=$$(PYTHONPATH=src $(PY) -c 'import flashkernels as fk; print(fk.detect().key)') && for suite in $(SUITES); do \
-	  $(RUN) flashkernels bench attention --suite $$suite --json benchmarks/results/$$gpu/attention-$$suite.json || exit; done
+	@gpu=$$(PYTHONPATH=src $(PY) -c 'import flashkernels as fk; print(fk.detect().key)') && for one in $(BENCHES); do \
+	  IFS=: read -r op suite file <<< "$$one" && \
+	  $(RUN) flashkernels bench $$op --suite $$suite --json benchmarks/results/$$gpu/$$file.json || exit; done && \
+	$(RUN) flashkernels bench launch --json benchmarks/results/$$gpu-launch.json
 
 learn: $(READY)  ## the lessons of docs/learn as pages, into site/
 	PYTHONPATH=$(CURDIR)/src $(PY) docs/learn/build.py

@@ -347,7 +347,7 @@ def test_what_nobody_wants_is_not_made(wanted: str, dim: int, own_dq: bool) -> N
 
 @each_kind
 def test_memory_beyond_the_gradients(dim: int) -> None:
-    """At most the log-sum-exp, delta and dQ in fp32, of whole blocks of queries."""
+    """At most the log-sum-exp, delta, and dQ in fp32 of whole blocks of queries."""
     inputs = leaves(*cuda(Shape(b=2, sq=2000, sk=2000, h=8, hkv=2, d=dim)))
     out = fk.attention(*inputs, causal=True, impl=IMPL)
     weight = torch.randn_like(out)
@@ -358,7 +358,7 @@ def test_memory_beyond_the_gradients(dim: int) -> None:
     extra = torch.cuda.max_memory_allocated() - before - sum(g.nbytes for g in grads)
     rows = 2 * 8 * 2000
     blocks = 2 * 8 * 112  # a block is not longer than that
-    assert extra <= (rows + blocks) * (4 + 4 + 4 * dim) + (1 << 20)
+    assert extra <= rows * (4 + 4) + (rows + blocks) * 4 * dim + 2**15
 
 
 @each_kind
@@ -413,7 +413,7 @@ def test_peak_memory_is_the_statistics_and_one_dq(dim: int, deterministic: bool)
     rows = shape.sq * shape.h
     extra = torch.cuda.max_memory_allocated() - before - sum(g.numel() * 2 for g in grads)
     sums = 0 if deterministic or dim > 128 else 4 * dim  # dQ in fp32, where it is added up in memory
-    assert extra <= rows * (sums + 2 * 4) + 2**20
+    assert extra <= rows * (sums + 2 * 4) + 2**15  # notes, a few bytes a block
 
 
 def test_a_graph_replays_it() -> None:

@@ -218,6 +218,11 @@ def test_the_notes_show_the_committed_results(note: str, files: list[str]) -> No
     table([RESULTS / f"{file}.json" for file in files], into=notes, check=True)
 
 
+def test_the_page_of_the_report_shows_how_near_predictions_are() -> None:
+    """`flashkernels table benchmarks/results/h200/*.json --into docs/report.md` writes it anew."""
+    table(sorted(RESULTS.glob("*.json")), into=RESULTS.parents[2] / "docs" / "report.md", check=True)
+
+
 def test_check_tells_whether_the_file_is_up_to_date(readme: Path, tmp_path: Path) -> None:
     results = results_file(tmp_path / "r.json")
     before = readme.read_text()

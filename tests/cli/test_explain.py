@@ -78,6 +78,31 @@ def test_decode_is_explained() -> None:
         assert part in done.stdout, part
 
 
+def test_gradients_are_explained() -> None:
+    done = invoke("attention_backward", "--head-dim", "72", "--causal", "--gpu", "h200")
+    assert (done.exit_code, done.stderr) == (0, "")
+    for part in (
+        "gradients of q, k, v: attention bf16 B=4 S=4096, 28 heads, head_dim 72, causal on NVIDIA H200",
+        "implementation: hopper", "not triton: ", "not torch: ", "tile: split-q3-register-staged", "KiB shared",
+        "work: 676.6 GFLOP, 530.3 MB at least", "compute bound, at least 683.9 µs", "predicted: ",
+    ):  # fmt: skip
+        assert part in done.stdout, part
+
+
+def test_every_option_of_gradients_reaches_the_problem() -> None:
+    done = invoke(
+        "attention_backward", "--head-dim", "192", "--head-dim-v", "128", "--seq", "1000", "--seq-q", "7", "--batch",
+        "3", "--heads", "12", "--kv-heads", "4", "--dtype", "fp16", "--window", "64", "0", "--softcap", "--alibi",
+        "--sinks", "--mask", "float", "--dropout", "0.1", "--deterministic", "--gpu", "rtx5090", "--impl", "torch",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.splitlines()[0] == (
+        "gradients of q, k, v, sinks, mask, the same bits in every run: attention fp16 B=3 S=7/1000, 12/4 heads, "
+        "head_dim 192/128, softcap, alibi, sinks, window (64, 0), float mask, dropout 0.1 on NVIDIA GeForce RTX 5090"
+    )
+    assert "implementation: torch" in done.stdout and "not triton: needs the output" in done.stdout
+
+
 def test_every_option_of_decode_reaches_the_problem() -> None:
     done = invoke(
         "decode", "--head-dim", "192", "--head-dim-v", "128", "--context", "1000", "--tokens", "7",
@@ -96,7 +121,10 @@ def test_every_option_of_decode_reaches_the_problem() -> None:
     ("arguments", "message"),
     [
         (("attention", "--gpu", "h300"), "error: gpu='h300' is not known; known are a100, "),
-        (("gemm",), "error: op='gemm' is not one of 'attention', 'decode'; fk.explain has the other ops"),
+        (
+            ("gemm",),
+            "error: op='gemm' is not one of 'attention', 'attention_backward', 'decode'; fk.explain has the other ops",
+        ),
         (("attention", "--dtype", "int8"), "error: --dtype int8 is not one of fp8, fp16, bf16, fp32"),
         (("attention", "--mask", "maybe"), "error: --mask maybe is not one of none, bool, float"),
         (("attention", "--head-dim", "0"), "error: --head-dim 0 must be at least 1"),
@@ -111,6 +139,11 @@ def test_every_option_of_decode_reaches_the_problem() -> None:
         (("attention", "--head-dim-v", "-8", "--gpu", "h200"), "error: --head-dim-v -8"),
         (("attention", "--kv", "int8"), "error: --kv is not an option of attention"),
         (("attention", "--page-size", "16"), "error: --page-size is not an option of attention"),
+        (("attention", "--deterministic"), "error: --deterministic is not an option of attention"),
+        (("attention", "--dropout", "1"), "error: --dropout 1.0 must be in [0, 1)"),
+        (("attention_backward", "--tokens", "2"), "error: --tokens is not an option of attention_backward"),
+        (("attention_backward", "--dtype", "fp8", "--gpu", "h200"), "error: FP8 and the pages of a cache have no grad"),
+        (("attention_backward", "--impl", "hopper", "--gpu", "a100"), "error: impl='hopper' cannot serve this call"),
         (("decode", "--seq-q", "1"), "error: --seq-q is not an option of decode"),
         (("decode", "--causal"), "error: --causal is not an option of decode"),
         (("decode", "--kv", "int3"), "error: --kv int3 is not one of bf16, fp8, fp8_e5m2, int8, int4"),

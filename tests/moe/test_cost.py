@@ -85,9 +85,12 @@ ROUTED = {(32768, 64, 2): (5.4, 9.7), (32768, 128, 8): (11.3, 20.9), (4096, 256,
 MULTIPLIED = {("mixtral-8x7b", 1024): (745, 399), ("mixtral-8x7b", 4096): (2768, 1406),
               ("mixtral-8x7b", 16384): (11057, 5605), ("qwen3-30b-a3b", 1024): (208, 113),
               ("qwen3-30b-a3b", 4096): (389, 201), ("qwen3-30b-a3b", 16384): (1351, 696)}  # fmt: skip
-
+FP8_MULTIPLIED = {("mixtral-8x7b", 1024): (475, 238), ("mixtral-8x7b", 4096): (1572, 755),
+                  ("mixtral-8x7b", 16384): (5976, 2980), ("qwen3-30b-a3b", 1024): (120, 69),
+                  ("qwen3-30b-a3b", 4096): (248, 146), ("qwen3-30b-a3b", 16384): (841, 473)}  # fmt: skip
+# Mixtral's when rounding and copy were two kernels, 2026-11-15; Qwen3's with one for both, 2026-11-16.
 FP8_LAYERS = {("mixtral-8x7b", 1024): 746, ("mixtral-8x7b", 4096): 2499, ("mixtral-8x7b", 16384): 9693,
-              ("qwen3-30b-a3b", 1024): 217, ("qwen3-30b-a3b", 4096): 472, ("qwen3-30b-a3b", 16384): 1582}  # fmt: skip
+              ("qwen3-30b-a3b", 1024): 226, ("qwen3-30b-a3b", 4096): 436, ("qwen3-30b-a3b", 16384): 1505}  # fmt: skip
 
 
 @pytest.mark.parametrize("size", ROUTED, ids=str)
@@ -97,16 +100,19 @@ def test_routings_on_hopper_are_near_what_was_measured(size: tuple[int, int, int
         assert found * 1e6 == pytest.approx(measured, rel=0.12)
 
 
+@pytest.mark.parametrize("weights", ["", "fp8"], ids=["bf16", "fp8"])
 @pytest.mark.parametrize(("model", "tokens"), MULTIPLIED)
-def test_products_on_hopper_are_near_what_was_measured(model: str, tokens: int) -> None:
+def test_products_on_hopper_are_near_what_was_measured(model: str, tokens: int, weights: str) -> None:
     experts, k, hidden, inner = MODELS[model]
-    why = moe.explain(tokens, hidden, inner, experts, k, gpu="h200")
-    for part, measured in zip(why.parts, MULTIPLIED[model, tokens], strict=True):
+    why = moe.explain(tokens, hidden, inner, experts, k, weights=weights, gpu="h200")
+    times = (FP8_MULTIPLIED if weights else MULTIPLIED)[model, tokens]
+    for part, measured in zip(why.parts, times, strict=True):
         assert part.impl == "hopper" and isinstance(part.tile, HopperGemmTile)
         found = cost.even_seconds(part.problem, part.tile, H200) + cost.LAUNCH
         if part.problem.gather and not part.tile.fused:
-            found += cost.LAUNCH + 4 * part.problem.rows * hidden / (cost.BANDWIDTH * H200.bandwidth)
-        assert found * 1e6 == pytest.approx(measured, rel=0.12)
+            each = 1 if weights else 2  # bytes: FP8 was rounded before, which is not in the figures
+            found += cost.LAUNCH + 2 * each * part.problem.rows * hidden / (cost.BANDWIDTH * H200.bandwidth)
+        assert found * 1e6 == pytest.approx(measured, rel=0.11)
 
 
 @pytest.mark.parametrize(("model", "tokens"), FP8_LAYERS)
@@ -114,7 +120,41 @@ def test_layers_in_fp8_on_hopper_are_near_what_was_measured(model: str, tokens: 
     experts, k, hidden, inner = MODELS[model]
     why = moe.explain(tokens, hidden, inner, experts, k, weights="fp8", gpu="h200")
     assert [part.impl for part in why.parts] == ["hopper", "hopper"] and why.predicted
-    assert why.predicted * 1e6 == pytest.approx(FP8_LAYERS[model, tokens], rel=0.15)
+    assert why.predicted * 1e6 == pytest.approx(FP8_LAYERS[model, tokens], rel=0.08)
+
+
+def _before(tokens: int, weights: str, impl: str = "auto") -> list[tuple[int, float]]:
+    """Kernels before each product of a layer of Qwen3, and bytes that they move."""
+    experts, k, hidden, inner = MODELS["qwen3-30b-a3b"]
+    why = moe.explain(tokens, hidden, inner, experts, k, weights=weights, gpu="h200", impl=impl)
+    return [cost.passes(why.problem, part.problem, part.tile, H200) for part in why.parts if part.tile]
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int8"])
+def test_the_copy_of_rows_rounds_them_on_hopper(weights: str) -> None:
+    """k = 8 copies of 2048 columns; the inner rows, of 768, are rounded by a kernel of their own."""
+    inner = (1, 3 * 8 * 4096 * 768)
+    assert _before(4096, weights) == [(1, 4096 * 2048 * (2 + 8)), inner]
+    assert _before(4096, weights, "triton") == [(2, 4096 * 2048 * (3 + 2 * 8)), inner]
+
+
+def test_rows_that_the_loads_gather_are_rounded_alone() -> None:
+    assert _before(1024, "fp8") == [(1, 3 * 1024 * 2048), (1, 3 * 8 * 1024 * 768)]
+    assert _before(1024, "") == [(0, 0), (0, 0)]
+    assert _before(4096, "") == [(1, 2 * 2 * 8 * 4096 * 2048), (0, 0)]
+
+
+def test_rows_too_wide_for_the_copy_are_rounded_before_it() -> None:
+    layer = LayerProblem(4096, 32768, 64, 8, 2, "bf16", "cuda", "fp8")
+    product = GemmProblem(8192, 8, 128, 32768, "fp8", "cuda", "fp8", "swiglu", gather=True, out="bf16")
+    assert cost.passes(layer, product, HopperGemmTile(192, 4), H200) == (2, 32768 * (3 * 4096 + 2 * 8192))
+
+
+def test_a_product_in_8_bits_stores_16() -> None:
+    """Of so little depth that this traffic decides."""
+    product = GemmProblem(8192, 1, 4096, 16, "fp8", "cuda", "fp8", out="bf16")
+    least = 2 * 8192 * 4096 / (cost.BANDWIDTH * H200.bandwidth)
+    assert least < cost.even_seconds(product, HopperGemmTile(192, 4), H200) < 1.3 * least
 
 
 def test_a_layer_of_one_implementation_is_explained_too() -> None:

@@ -42,9 +42,9 @@ def test_four_in_five_of_all_forward_rows_are_predicted_within_20_percent() -> N
     assert len(found) - len(far) >= 0.8 * rows, far
 
 
-@pytest.mark.parametrize(("op", "least"), [("decode", 50), ("moe", 75)])
+@pytest.mark.parametrize(("op", "least"), [("attention-backward", 30), ("decode", 50), ("moe", 75), ("fused", 13)])
 def test_four_in_five_rows_of_each_op_are_too(op: str, least: int) -> None:
-    results = _read(f"{op}-*.json")
+    results = _read(f"{op}*.json")
     found = predictions(results)
     rows = len(found) + sum(unpredicted(results, found).values())
     assert rows >= least and sum(one.near for one in found) >= 0.8 * rows
@@ -57,7 +57,7 @@ def test_eager_routings_are_not_predicted() -> None:
     assert unpredicted(results, predictions(results)) == {f"{impl} moe route": n for impl, n in eager.items()}
 
 
-@pytest.mark.parametrize("op", ["decode", "moe"])
+@pytest.mark.parametrize("op", ["decode", "moe", "fused"])
 def test_rows_that_are_not_the_case_they_name_are_not_predicted(op: str) -> None:
     results = _read(f"{op}-*.json")
     rows = [replace(row, params=row.params | {"colour": "blue"}) for row in results.rows]

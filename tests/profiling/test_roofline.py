@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -160,11 +160,20 @@ def test_a_sealed_cache_takes_no_ceilings(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_ceilings_of_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may be as slow as it likes: the rates are those of the times that were taken."""
     monkeypatch.setattr(module, "CPU_COPY_BYTES", 1 << 22)
     monkeypatch.setattr(module, "CPU_SIDE", 128)
+    times: list[float] = []
+
+    def timed(*arguments: Any) -> float:
+        times.append(seconds(*arguments))
+        return times[-1]
+
+    seconds = module._seconds
+    monkeypatch.setattr(module, "_seconds", timed)
     found = module.measure("cpu")
-    assert set(found.bandwidth) == {"copy"} and set(found.compute) == {"fp32"} and not found.missing
-    assert all(math.isfinite(rate) and rate > 1e8 for rate in (*found.bandwidth.values(), *found.compute.values()))
+    assert all(0 < time < 10 for time in times) and not found.missing
+    assert found.bandwidth == {"copy": 2 * (1 << 22) / times[0]} and found.compute == {"fp32": 2 * 128**3 / times[1]}
 
 
 @pytest.mark.gpu

@@ -346,7 +346,9 @@ def _call(
         check_flag("deterministic", deterministic)
     eager = isinstance(window, tuple) and len(window) == 2 and not is_compiling()
     plain = eager and dropout_seed is None and not dropout_p and not any_autocast()
-    run = _plans.ready(given, _settings(settings)) if plain else None
+    run = None
+    if plain:  # `_settings` written out: a call less
+        run = _plans.ready(given, (*settings, override(), type(window[0]), type(window[1])))
     if run is not None:
         return run(given)
     tensors = Tensors(*given)

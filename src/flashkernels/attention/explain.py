@@ -76,7 +76,7 @@ class Explanation(Base):
         return self.chosen.best.cost if self.chosen and self.chosen.best else None
 
     def title(self) -> str:
-        return _title(self.problem)
+        return title_of(self.problem)
 
     def tiling(self) -> list[str]:
         compared = [_line(choice, self.problem, choice is self.chosen) for choice in self.choices]
@@ -152,7 +152,8 @@ def _launch(problem: AttentionProblem, gpu: Gpu) -> HopperLaunch:
     return HopperLaunch(choice.variant, count, cut, shares, count / gpu.sms, cost.seconds(problem, choice, gpu))
 
 
-def _title(p: AttentionProblem) -> str:
+def title_of(p: AttentionProblem) -> str:
+    """The problem in a line."""
     heads = f"{p.heads} heads" if p.heads == p.kv_heads else f"{p.heads}/{p.kv_heads} heads"
     dims = f"head_dim {p.head_dim}" if p.head_dim == p.head_dim_v else f"head_dim {p.head_dim}/{p.head_dim_v}"
     seqs = f"S={p.seq_q}" if p.seq_q == p.seq_k else f"S={p.seq_q}/{p.seq_k}"

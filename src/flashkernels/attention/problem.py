@@ -102,6 +102,10 @@ class BackwardProblem:
     saved: bool = True  # whether the forward left its output and log-sum-exp
     deterministic: bool = False  # whether all gradients have to be the same to the bit in every run
 
+    @property
+    def dtype(self) -> str:
+        return self.call.dtype
+
     def flops(self) -> int:
         """Five products: Q·Kᵀ again, dO·Vᵀ, and dQ, dK and dV. All are counted, whatever is wanted."""
         call = self.call

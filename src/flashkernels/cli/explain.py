@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-OWN = {  # options that one op has
-    "attention": ("seq", "seq_q", "causal", "mask"),
+OWN = {  # options that not all ops have
+    "attention": ("seq", "seq_q", "causal", "mask", "dropout"),
+    "attention_backward": ("seq", "seq_q", "causal", "mask", "dropout", "deterministic"),
     "decode": ("context", "tokens", "kv", "page_size"),
 }
 
 
 def explain(
     ctx: typer.Context,
-    op: Annotated[str, typer.Argument(help="the op: attention or decode")],
+    op: Annotated[str, typer.Argument(help="the op: attention, attention_backward or decode")],
     head_dim: Annotated[int, typer.Option(help="head dimension of Q and K")] = 128,
     head_dim_v: Annotated[int, typer.Option(help="head dimension of V; 0: the same")] = 0,
     seq: Annotated[int, typer.Option(help="attention: keys, and queries unless --seq-q is given")] = 4096,
@@ -33,23 +35,25 @@ def explain(
     alibi: Annotated[bool, typer.Option("--alibi")] = False,
     sinks: Annotated[bool, typer.Option("--sinks")] = False,
     mask: Annotated[str, typer.Option(help="attention: none, bool or float")] = "none",
+    dropout: Annotated[float, typer.Option(help="attention: share of dropped weights")] = 0.0,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="attention_backward")] = False,
     gpu: Annotated[str, typer.Option(help="a GPU by its short name (h200, ...); default: this machine's")] = "",
     impl: Annotated[str, typer.Option(help="auto, or the implementation that must serve")] = "auto",
 ) -> None:
     """Show which implementation and tile serve a problem and why; needs no GPU. fk.explain has the other ops."""
     from flashkernels import hardware
-    from flashkernels.attention.problem import DTYPE_BYTES, AttentionProblem
+    from flashkernels.attention.problem import DTYPE_BYTES, AttentionProblem, BackwardProblem
     from flashkernels.decode.problem import DecodeProblem
     from flashkernels.explained import explain as explain_op
     from flashkernels.formats import FORMATS
 
     if op not in OWN:
         raise ValueError(f"op={op!r} is not one of {', '.join(map(repr, OWN))}; fk.explain has the other ops")
-    for name in (name for other in OWN if other != op for name in OWN[other]):
+    for name in (name for other in OWN for name in OWN[other] if name not in OWN[op]):
         source = ctx.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise ValueError(f"--{name.replace('_', '-')} is not an option of {op}")
-    dtypes = tuple(DTYPE_BYTES) if op == "attention" else ("fp16", "bf16", "fp32")
+    dtypes = tuple(DTYPE_BYTES) if op != "decode" else ("fp16", "bf16", "fp32")
     formats = [name for name, form in FORMATS.items() if form.quantised or name == dtype]
     chosen = (("--dtype", dtype, dtypes), ("--mask", mask, ("none", "bool", "float")), ("--kv", kv or dtype, formats))
     for option, value, allowed in chosen[: 3 if op == "decode" else 2]:
@@ -63,6 +67,8 @@ def explain(
     for option, number in optional.items():
         if number < 0:
             raise ValueError(f"{option} {number} must not be negative")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"--dropout {dropout} must be in [0, 1)")
     if not 1 <= tokens <= 16:
         raise ValueError(f"--tokens {tokens} must be from 1 to 16")
     if min(window) < -1:
@@ -73,13 +79,17 @@ def explain(
         raise ValueError(f"--heads {heads} is not a multiple of --kv-heads {kv_heads}")
     here = hardware.lookup(gpu) if gpu else hardware.detect()
     device = "cuda" if here else "cpu"
-    problem: AttentionProblem | DecodeProblem
-    if op == "attention":
+    problem: AttentionProblem | BackwardProblem | DecodeProblem
+    if op != "decode":
         problem = AttentionProblem(
             batch=batch, seq_q=seq_q or seq, seq_k=seq, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
             head_dim_v=head_dim_v, dtype=dtype, causal=causal, window=window, softcap=softcap, alibi=alibi, sinks=sinks,
-            mask=None if mask == "none" else mask, device=device,
+            mask=None if mask == "none" else mask, dropout_p=dropout, device=device,
         )  # fmt: skip
+        if op == "attention_backward":
+            wanted = ("q", "k", "v", *(("sinks",) if sinks else ()), *(("mask",) if mask == "float" else ()))
+            call = replace(problem, need_lse=True)
+            problem, impl = BackwardProblem(call, wanted, impl, impl != "torch", deterministic), ""
     else:
         form = FORMATS[kv or dtype]
         for option, dim in (("--head-dim", head_dim), ("--head-dim-v", head_dim_v)):
@@ -92,4 +102,4 @@ def explain(
             scales="token" if form.quantised else "", window=window, softcap=softcap, alibi=alibi, sinks=sinks,
             device=device,
         )  # fmt: skip
-    typer.echo(explain_op(op, problem=problem, gpu=here, impl=impl))
+    typer.echo(explain_op(op, problem=problem, gpu=here, **({"impl": impl} if impl else {})))

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from flashkernels.bench.results import COPY, Results, Row, fastest, read, write
+from flashkernels.bench.results import COPY, Results, Row, fastest, joined, read, write
 
 BLOCK = re.compile(r"<!-- table:(\w+) -->\n.*?<!-- /table -->", re.DOTALL)
 KINDS = ("full", "causal")
@@ -20,6 +20,7 @@ TITLES = {
     "eager": "torch eager", "compile": "torch.compile", "liger": "Liger",
 }  # fmt: skip
 PADDED = "triton"  # the kernel that can also pad
+CALIBRATION = "calibration"  # of all files
 
 
 def table(
@@ -29,17 +30,11 @@ def table(
 ) -> None:
     """Regenerate the tables between `<!-- table:SUITE -->` and `<!-- /table -->`.
 
-    A suite is headdims, formats, route, layer or rows.
+    A suite is headdims, formats, route, layer or rows; or calibration, predicted against measured times of all files.
     """
-    measured: dict[str, Results] = {}
-    for path in results:
-        one = read(path)
-        for suite in {row.suite for row in one.rows}:
-            if suite in measured:
-                raise ValueError(f"{path}: the suite {suite!r} is in another of the files too")
-            measured[suite] = one
+    files = [(path, read(path)) for path in results]
     text = into.read_text(encoding="utf-8")
-    updated = fill(text, measured, into)
+    updated = fill(text, files, into)
     if check and updated != text:
         typer.echo(f"{into} is out of date: run this command without --check", err=True)
         raise typer.Exit(1)
@@ -48,16 +43,20 @@ def table(
     typer.echo(f"{into} is up to date")
 
 
-def fill(text: str, measured: dict[str, Results], where: Path) -> str:
+def fill(text: str, files: list[tuple[Path, Results]], where: Path) -> str:
     """The text with each block replaced by the table of its suite."""
+    suites = [{row.suite for row in one.rows} for _, one in files]
 
     def block(match: re.Match[str]) -> str:
         suite = match[1]
         if suite not in TABLES:
             raise ValueError(f"{where}: table:{suite} is not one of {', '.join(TABLES)}")
-        if suite not in measured:
+        having = [file for file, found in zip(files, suites, strict=True) if suite in (CALIBRATION, *found)]
+        if not having:
             raise ValueError(f"{where} has a block table:{suite}, but no results file has that suite")
-        return f"<!-- table:{suite} -->\n{TABLES[suite](measured[suite])}\n<!-- /table -->"
+        if suite != CALIBRATION and len(having) > 1:
+            raise ValueError(f"{having[1][0]}: the suite {suite!r} is in another of the files too")
+        return f"<!-- table:{suite} -->\n{TABLES[suite](joined(having))}\n<!-- /table -->"
 
     updated, blocks = BLOCK.subn(block, text)
     if not blocks:
@@ -130,6 +129,19 @@ def by_case(suite: str, figure: str, show: Callable[[Row, list[Row]], str]) -> C
     return made
 
 
+def calibrated(results: Results) -> str:
+    """How near predictions are, a line for each kernel and suite, and what has none."""
+    from flashkernels.profiling import calibration
+
+    found = calibration.predictions(results)
+    lines = ["| kernel | suite | within 20 % | median error | worst |", "| --- | --- | ---: | ---: | --- |"]
+    for one in calibration.summaries(found):
+        near, worst = f"{one.near} of {len(one.predictions)}", f"{one.worst.row.case}, {one.worst.error:+.0%}"
+        lines.append(f"| {one.impl} | {one.suite} | {near} | {one.typical:.1%} | {worst} |")
+    missing = [f"{name} ({count})" for name, count in calibration.unpredicted(results, found).items()]
+    return "\n".join([*lines, "", f"Without a prediction: {', '.join(missing) or 'none'}."])
+
+
 def _moved(row: Row, case: list[Row]) -> str:
     """Time, and the speed over that of a copy; of what is not compared with one the memory."""
     text = f"{1e6 * row.seconds:.1f} µs"
@@ -150,6 +162,7 @@ TABLES = {
     "rows": by_case(
         "rows", "Time, TB/s of the bytes that must move (of a copy's); GB allocated beyond inputs and results", _moved
     ),
+    CALIBRATION: calibrated,
 }
 
 

@@ -79,12 +79,14 @@ class Plan:
         self.device = next((x.device.index for x in given if x.is_cuda), None)
         self.after: Plan | None = None  # the one that served the call after the last of this kind, if another
         self.alike: Callable[..., bool] | None = None
+        self.untracked = False  # what is `alike` requires no gradient
         if plain(given) and not any(x.data_ptr() & 15 for x in given):
             self.renew(tensors)
 
     def renew(self, tensors: tuple[Any, ...]) -> None:
         """Guards of the mode in force: those made under no_grad know no call under inference_mode."""
-        self.alike = guards(self.given(tensors))
+        given = self.given(tensors)
+        self.alike, self.untracked = guards(given), not tracked(given)
 
     def serves(self, tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> bool:
         """Whether this is another call of the kind. False, too, where only `kind_of` can tell."""
@@ -168,7 +170,8 @@ class Plans:
                     plan.renew(tensors)
         except (RuntimeError, TypeError):  # settings that cannot be compared, or have no hash
             return None
-        if torch.is_grad_enabled() and tracked(tensors):
+        # `kind` is None where guards have compared, of each tensor, also whether it requires a gradient
+        if not (kind is None and plan and plan.untracked) and torch.is_grad_enabled() and tracked(tensors):
             return None
         if plan is None:
             plan = self.prepared(kind, tensors, settings)

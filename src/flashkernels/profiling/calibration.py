@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flashkernels.attention.backward_explain import WANTED, explain as explain_gradients
 from flashkernels.attention.explain import explain
 from flashkernels.attention.hopper import cost, tiles
-from flashkernels.attention.problem import AttentionProblem
-from flashkernels.bench import decode, moe, suites
+from flashkernels.attention.problem import AttentionProblem, BackwardProblem
+from flashkernels.bench import decode, fused, moe, suites
 from flashkernels.bench.results import COPY, Results, Row
 from flashkernels.decode import cost as decode_cost
 from flashkernels.dispatch import UnsupportedError
+from flashkernels.fused import cost as fused_cost
 from flashkernels.hardware import GPUS, Gpu
 from flashkernels.moe.cost import ROUTES
 from flashkernels.moe.explain import explain as explain_layer
@@ -24,7 +26,10 @@ NEAR = 0.2  # a prediction is good within this share of the measurement
 MODELLED = ("hopper", "triton", "auto")  # a layer has parts of several: "auto"
 SIZES = ("batch", "heads", "kv_heads", "head_dim", "head_dim_v", "causal", "dtype", "alibi", "sinks", "mask")
 OTHERS = ("seq", "seq_k", "window", "softcap", "lengths", "launch", "l2")  # those that are not taken as they are
-SUBJECTS = {("decode", "formats"): decode.SUBJECT, ("moe", "route"): moe.SUBJECT, ("moe", "layer"): moe.SUBJECT}
+SUBJECTS = {
+    ("decode", "formats"): decode.SUBJECT, ("moe", "route"): moe.SUBJECT, ("moe", "layer"): moe.SUBJECT,
+    ("fused", "rows"): fused.SUBJECT,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,16 @@ def _attention(row: Row, gpu: Gpu) -> float | None:
         return None
 
 
+def _gradients(row: Row, gpu: Gpu) -> float | None:
+    if row.params.keys() - {*SIZES, *OTHERS}:
+        return None
+    try:
+        why = explain_gradients(problem=BackwardProblem(problem_of(row.params), WANTED, row.impl), gpu=gpu)
+    except UnsupportedError:  # measured with a version that served it
+        return None
+    return why.predicted if why.impl == row.impl else None
+
+
 def _decode(row: Row, gpu: Gpu) -> float | None:
     case = _case(row)
     even = case and len({*case.lengths}) == 1  # ragged lengths are on the device
@@ -134,6 +149,11 @@ def _moe(row: Row, gpu: Gpu) -> float | None:
     return explain_layer(*sizes, dtype=p.dtype, weights=p.weights, gpu=gpu, impl=row.impl).predicted
 
 
+def _fused(row: Row, gpu: Gpu) -> float | None:
+    case = _case(row)
+    return fused_cost.seconds(case.problem, row.impl, gpu) if case else None
+
+
 def _case(row: Row) -> Any:
     """The case that a row names, if it has the row's parameters: they alone do not say all of a problem."""
     subject = SUBJECTS.get((row.op, row.suite))
@@ -143,4 +163,6 @@ def _case(row: Row) -> Any:
     return next((c for c in suite.cases if c.name == row.case and subject.params(c, suite) == row.params), None)
 
 
-MODELS = {"attention": _attention, "decode": _decode, "moe": _moe}
+MODELS = {
+    "attention": _attention, "attention_backward": _gradients, "decode": _decode, "moe": _moe, "fused": _fused,
+}  # fmt: skip

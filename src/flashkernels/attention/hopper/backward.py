@@ -78,7 +78,7 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
     hides = call.band != (-1, -1) or call.varlen
     rows_of_heads, rows_of_keys = (n * (1 if call.varlen else call.batch) for n in (call.heads, call.kv_heads))
     blocks = params.blocks * rows_of_heads
-    grid = min(gpu.sms, most_tiles(call, variant))
+    grid = min(gpu.sms, tiles.most_tiles(call, variant))
     own_blocks = params.own_blocks * rows_of_heads if variant.own_dq and variant.want_q else 0
     bad_blocks = params.bad_blocks * rows_of_keys if own_blocks and hides else 0
     block = ParameterBlock(params)
@@ -88,6 +88,9 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
     mapped, known = (0, 0, 0, 0), driver.Kept()
     # keys that no query could see, and rows of a ragged batch that belong to no sequence, are nobody's to write
     fresh = torch.zeros if call.varlen else torch.empty
+    # Level, delta and a note for each block. dQ's own memory has them where `queries` writes all of it in the end.
+    noted = blocks * (2 * size + 1)
+    in_dq = variant.adds_dq and not call.varlen and 2 * noted <= call.total_q * call.heads * call.head_dim
 
     def run(tensors: Tensors, given: Given, softmax_scale: float, softcap: float) -> list[Tensor | None]:
         nonlocal mapped
@@ -104,11 +107,12 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
             fresh(x.shape, dtype=x.dtype, device=x.device) if name in wanted else None
             for name, x in zip("qkv", (q, k, v), strict=True)
         ]
-        statistics = lse.new_empty(2, blocks * size)
+        statistics = grads[0] if in_dq and grads[0] is not None else lse.new_empty(noted)
+        level = statistics.data_ptr()
+        delta, notes = level + 4 * blocks * size, level + 8 * blocks * size
         sums = lse.new_empty(blocks * variant.sums) if variant.adds_dq else None
-        notes = lse.new_empty(blocks, dtype=torch.int32)
         bad = lse.new_empty(2 * bad_blocks, dtype=torch.int64)
-        delta = torch.zeros_like(lse) if "sinks" in wanted else None
+        row_delta = torch.zeros_like(lse) if "sinks" in wanted else None
         ordered = lse.new_empty(2 * call.batch + 1, dtype=torch.int32) if call.varlen else None
         slopes = None if slopes is None else slopes.to(torch.float32).contiguous()
         stream = torch._C._cuda_getCurrentRawStream(device)
@@ -124,9 +128,9 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
                 write_maps(found)
                 mapped = pointers
             write_addresses(
-                *pointers[:3], out.data_ptr(), pointers[3], lse.data_ptr(), *map(_address, (grad_lse, *grads, delta)),
-                *map(_address, (statistics[0], statistics[1], sums, notes, bad)), count,
-                *map(_address, (slopes, cu_q, cu_k, ordered)),
+                *pointers[:3], out.data_ptr(), pointers[3], lse.data_ptr(),
+                *map(_address, (grad_lse, *grads, row_delta)), level, delta, _address(sums), notes, bad.data_ptr(),
+                count, *map(_address, (slopes, cu_q, cu_k, ordered)),
             )  # fmt: skip
             scale = softmax_scale / softcap if softcap else softmax_scale * LOG2E
             write_scales(scale, softcap * LOG2E, softmax_scale)
@@ -141,18 +145,10 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
                 after.launch(own_blocks, THREADS, stream, address)
             elif variant.adds_dq:
                 after.launch(blocks, 2 * size, stream, address)
-        dsinks = None if delta is None or sinks is None else sinks_gradient(delta, lse, sinks)
+        dsinks = None if row_delta is None or sinks is None else sinks_gradient(row_delta, lse, sinks)
         return [*grads, None, dsinks, None]
 
     return run
-
-
-def most_tiles(call: AttentionProblem, variant: BackwardVariant) -> int:
-    """Tiles of all sequences and key heads; of a ragged batch at most as many."""
-    keys = variant.tile.keys
-    if call.varlen:
-        return (call.total_k // keys + call.batch) * call.kv_heads
-    return -(-call.seq_k // keys) * call.batch * call.kv_heads
 
 
 def described(
@@ -192,7 +188,7 @@ def described(
         own_blocks=cut(call.seq_q, call.total_q, OWN_QUERIES),
         bad_blocks=cut(call.seq_k, call.total_k, OWN_KEYS),
         key_blocks=-(-call.seq_k // variant.tile.keys),
-        tiles=0 if call.varlen else most_tiles(call, variant),
+        tiles=0 if call.varlen else tiles.most_tiles(call, variant),
         section=max(1, -(-kv_heads // sections)), has_sinks=call.sinks,
     )  # fmt: skip
 

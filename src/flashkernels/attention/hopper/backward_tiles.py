@@ -102,3 +102,11 @@ def by_dimension(
     separate = not halves and used + 16 <= most
     staged = dim > 64 and not halves and not deterministic
     return BackwardTile(halves=halves, kv_in_registers=kv_in_registers, separate=separate, staged=staged)
+
+
+def most_tiles(call: AttentionProblem, variant: BackwardVariant) -> int:
+    """Tiles of all sequences and key heads; of a ragged batch at most as many."""
+    keys = variant.tile.keys
+    if call.varlen:
+        return (call.total_k // keys + call.batch) * call.kv_heads
+    return -(-call.seq_k // keys) * call.batch * call.kv_heads

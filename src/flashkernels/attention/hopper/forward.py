@@ -88,18 +88,18 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
         q, k, v = tensors[:3]
         out, lse = output(), logs() if logs else None
         special = () if plain else special_tensors(tensors)
-        turned = special[-1] if variant.fp8 else v
+        turned = special[-1] if special else None  # V transposed, of FP8
         stream = torch._C._cuda_getCurrentRawStream(device)
         count = counters(device, stream)
         # (V as well as V transposed: a new V may meet the same room for it.)
-        pointers = q.data_ptr(), k.data_ptr(), v.data_ptr(), turned.data_ptr()
+        pointers = q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if turned is None else turned.data_ptr()
         scales = softmax_scale, softcap
         lock.acquire()  # `with` takes twice the time
         try:
             if mapped != pointers:
                 found = known.get(pointers)
                 if found is None:
-                    found = known[pointers] = maps.of(q, k, turned)
+                    found = known[pointers] = maps.of(q, k, v if turned is None else turned)
                 write_maps(found)
                 write_data(*pointers[:3])
                 mapped = pointers

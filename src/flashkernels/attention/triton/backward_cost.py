@@ -1,0 +1,27 @@
+"""What the Triton backward is predicted to take where one pass makes all gradients."""
+
+from __future__ import annotations
+
+from flashkernels.attention.problem import BackwardProblem
+from flashkernels.attention.triton.backward_tiles import BackwardTiles
+from flashkernels.hardware import Gpu
+
+# Fitted to ten committed times of an H200 (2026-11-16, B=4, S=4096, head dimensions 48 to 128), which are within 9 %.
+BESIDE = {True: 0.209, False: 0.365}  # cycles of a multiprocessor for a score, beside its products; by `Tile.late`
+CAUSAL = 1.1  # blocks on the diagonal count whole
+LAUNCHES = 12e-6
+REACHED = 0.88  # of the datasheet's bandwidth, by the kernels before and after
+CLOCK = 1.755e9  # of an H200 under load
+
+
+def seconds(problem: BackwardProblem, tiles: BackwardTiles, gpu: Gpu) -> float | None:
+    """Predicted time; None where nothing like it was measured: two passes, more than a band, other GPUs than Hopper."""
+    call, tile = problem.call, tiles.dkdv
+    if tiles.dq is not None or call.softcap or call.alibi or call.dropout_p or gpu.capability != (9, 0):
+        return None
+    columns = 3 * sum(tile.parts) + 2 * sum(tile.parts_v)
+    rows = call.total_q * call.heads
+    moved = rows * (4 * call.head_dim_v + 10 * sum(tile.parts))
+    scores = call.heads * call.pairs() * (CAUSAL if call.band != (-1, -1) else 1)
+    products = 2 * scores * columns / gpu.peak[call.dtype]
+    return LAUNCHES + moved / (REACHED * gpu.bandwidth) + products + BESIDE[tile.late] * scores / gpu.sms / CLOCK
