@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 import flashkernels as fk
+import flashkernels.attention.api as api
+from flashkernels.jit import eager
 
 from . import oracle
 from .cases import Ragged, Shape, dtype_id as dtype_id, paged, qkv
@@ -88,13 +90,28 @@ def far_apart(x: Tensor) -> Tensor:
     return room.as_strided(x.shape, (FAR, *x.stride()[1:])).copy_(x)
 
 
+class Filling:
+    """For `eager.compiled`, whose own allocator torch's mode does not know."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch._C._dynamo.guards, name)
+
+    @staticmethod
+    def _empty_strided_cuda(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
 @contextmanager
 def new_memory_is_nan() -> Iterator[None]:
     """torch.empty and its kin return NaN, so that an element nobody writes is seen."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert torch.empty(1, device="cuda").isnan().all()
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(eager, "compiled", Filling())
+            for name, make in (("_plans", api._plan), ("_backward_plans", api._plan_backward)):
+                patch.setattr(api, name, eager.Plans(make))  # those of before have the other allocator
+            yield
     finally:
         torch.use_deterministic_algorithms(False)
 

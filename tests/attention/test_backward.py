@@ -23,6 +23,7 @@ import flashkernels.attention.triton.backward_tiles as backward_tiles
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.dispatch import select, verdicts
 from flashkernels.hardware import lookup
+from flashkernels.jit.eager import Plans
 from flashkernels.tiling import Tile
 
 from . import oracle
@@ -77,7 +78,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             return backward_tiles.BackwardTiles(tile, None if adding else tile, dmask)
 
         monkeypatch.setattr(backward_tiles, "choose", choose)
-        monkeypatch.setattr(api, "_backward_plans", {})
+        monkeypatch.setattr(api, "_backward_plans", Plans(api._plan_backward))
 
     return use
 
@@ -542,12 +543,14 @@ def test_the_table_says_why() -> None:
 
 
 @interpreter
-def test_who_makes_the_gradients_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_who_makes_the_gradients_is_in_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mask = float_mask((35, 50), drop=0.0).requires_grad_()
     inputs = leaves(*qkv(SMALL))
     out = fk.attention(*inputs, mask=mask, impl="triton")
     with caplog.at_level(logging.INFO, "flashkernels.dispatch"):
-        api._backward_plans.clear()
+        monkeypatch.setattr(api, "_backward_plans", Plans(api._plan_backward))
         out.sum().backward()
     assert "triton serves" in caplog.text and "hopper: " in caplog.text
 

@@ -15,6 +15,7 @@ import flashkernels as fk
 import flashkernels.attention.api as api
 import flashkernels.attention.triton.backward_mask as backward_mask
 from flashkernels.hardware import lookup
+from flashkernels.jit.eager import Plans
 
 from . import test_dropout as dropped
 from .cases import Shape, float_mask, interpreter, keywords, qkv
@@ -47,7 +48,7 @@ def pattern_id(pattern: tuple[bool, ...]) -> str:
 def walked(monkeypatch: pytest.MonkeyPatch) -> None:
     """One program walks all heads that share a block, as it does where there are blocks enough for a GPU."""
     monkeypatch.setattr(backward_mask, "step_of", lambda walk, blocks, gpu: max(1, walk))
-    monkeypatch.setattr(api, "_backward_plans", {})
+    monkeypatch.setattr(api, "_backward_plans", Plans(api._plan_backward))
 
 
 def features_of(feature: str, shape: Shape, form: str, device: str = "cpu", **options: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from flashkernels.attention import dropout
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.dispatch import Impl, verdicts
 from flashkernels.hardware import lookup
+from flashkernels.jit.eager import Plans
 from flashkernels.tiling import Tile, use_tile
 
 from . import oracle
@@ -203,7 +204,7 @@ def test_bhsd(impl: str) -> None:
 def test_tiles_make_no_difference(blocks: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     tile = Tile("exact", *blocks, (16,), (16, 16), 4, 1, tma=False)
     monkeypatch.setattr(backward_tiles, "choose", lambda *problem: backward_tiles.BackwardTiles(tile, tile))
-    monkeypatch.setattr(api, "_backward_plans", {})
+    monkeypatch.setattr(api, "_backward_plans", Plans(api._plan_backward))
     with use_tile(tile=tile):
         check(*qkv(TINY, torch.float16), impl="triton", causal=True)
 
@@ -418,7 +419,7 @@ def test_deterministic_asks_dispatch_for_it(monkeypatch: pytest.MonkeyPatch) -> 
 
     hasty = Impl("hasty", "flashkernels.nowhere", rejects=rejects)
     monkeypatch.setattr(api, "BACKWARD_IMPLS", (hasty, *api.BACKWARD_IMPLS))
-    monkeypatch.setattr(api, "_backward_plans", {})
+    monkeypatch.setattr(api, "_backward_plans", Plans(api._plan_backward))
     for flag in (False, True):
         fk.attention(*leaves(*qkv(SMALL)), deterministic=flag).sum().backward()
         fk.attention_varlen(*leaves(*ragged([5], [6], SMALL).args[:3]), *ragged([5], [6], SMALL).args[3:],

@@ -6,6 +6,7 @@ import os
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -122,6 +123,17 @@ BAD_DENSE: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = 
     # words
     "layout-unknown": ({"layout": "sbhd"}, ValueError, ("layout", "sbhd", "bshd", "bhsd")),
     "impl-unknown": ({"impl": "fastest"}, ValueError, ("impl", "fastest", "torch")),
+    "impl-a-list": ({"impl": ["torch"]}, ValueError, ("impl", "torch")),
+    # arrays, which Python cannot compare with what a call before had
+    "layout-an-array": ({"layout": np.ones(2)}, ValueError, ("layout", "array")),
+    "mask-an-array": ({"mask": np.ones((6, 8))}, TypeError, ("mask", "ndarray")),
+    "scale-an-array": ({"softmax_scale": np.ones(2)}, TypeError, ("softmax_scale", "ndarray")),
+    "softcap-an-array": ({"softcap": np.ones(2)}, TypeError, ("softcap", "ndarray")),
+    "causal-an-array": ({"causal": np.ones(2)}, TypeError, ("causal", "ndarray")),
+    "return-lse-an-array": ({"return_lse": np.ones(2)}, TypeError, ("return_lse", "ndarray")),
+    "return-lse-a-number": ({"return_lse": 1}, TypeError, ("return_lse", "int")),
+    "dropout-an-array": ({"dropout_p": np.ones(2)}, TypeError, ("dropout_p", "ndarray")),
+    "deterministic-an-array": ({"deterministic": np.ones(2)}, TypeError, ("deterministic", "ndarray")),
 }  # fmt: skip
 
 
@@ -131,6 +143,22 @@ def test_bad_dense_argument(case: tuple[dict[str, Any], type[Exception], tuple[s
     changes, error, words = case
     with pytest.raises(error, match=says(*words)):
         fk.attention(**{"impl": impl, **dense(**changes)})
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "training"])
+@pytest.mark.parametrize("case", BAD_DENSE.values(), ids=BAD_DENSE.keys())
+def test_bad_dense_argument_after_a_good_call(
+    case: tuple[dict[str, Any], type[Exception], tuple[str, ...]], grad: bool
+) -> None:
+    changes, error, words = case
+
+    def followed(arguments: dict[str, Any]) -> dict[str, Any]:
+        floats = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+        return arguments | {name: x.detach().requires_grad_(grad) for name, x in floats.items()}
+
+    fk.attention(**followed(dense()), impl="torch")
+    with pytest.raises(error, match=says(*words)):
+        fk.attention(**{"impl": "torch", **followed(dense(**changes))})
 
 
 def test_bad_size_in_the_other_layout_is_read_in_that_layout() -> None:

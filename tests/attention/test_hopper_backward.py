@@ -20,6 +20,7 @@ from flashkernels.attention.hopper import backward_tiles
 from flashkernels.attention.hopper.backward_source import BackwardVariant
 from flashkernels.attention.problem import BackwardProblem
 from flashkernels.dispatch import Impl, UnsupportedError
+from flashkernels.jit.eager import Plans
 
 from . import oracle
 from .cases import EVERYTHING, NO_MASK, Ragged, Shape, keywords, pairs, qkv, ragged
@@ -65,7 +66,7 @@ each_kind = pytest.mark.parametrize("dim", KINDS)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     row = Impl("hopper", "flashkernels.attention.hopper.backward", rejects=backward_tiles.rejects)
     monkeypatch.setattr(api, "BACKWARD_IMPLS", (row,))
-    monkeypatch.setattr(api, "_backward_plans", {})
+    monkeypatch.setattr(api, "_backward_plans", Plans(api._plan_backward))
     with new_memory_is_nan():  # an element that nobody writes is seen
         # torch's mode that fills memory asks for deterministic gradients as well; the tests choose these themselves
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
@@ -292,6 +293,33 @@ def test_a_poisoned_sequence_reaches_no_other(dim: int, own_dq: bool) -> None:
     got = torch.autograd.grad(out, inputs, weight)
     assert_unharmed(got, clean, tuple(slice(rows.start) for rows in poisoned))
     assert_unharmed(got, clean, tuple(slice(rows.stop, None) for rows in poisoned))
+    assert all(g[rows].isnan().all() for g, rows in zip(got, poisoned, strict=True))
+
+
+@each_kind
+@pytest.mark.parametrize("features", [{"causal": True}, {"window": (30, 0)}, {"window": (-1, 50)}], ids=str)
+def test_poisoned_keys_alone_are_seen(features: dict[str, Any], dim: int, own_dq: bool) -> None:
+    """Rows that see no other key have no weight that could tell of them."""
+    q, k, v = cuda(Shape(b=1, sq=400, sk=400, h=4, hkv=2, d=dim))
+    k[:] = NAN
+    inputs = leaves(q, k, v)
+    out = fk.attention(*inputs, impl=IMPL, **features)
+    assert all(g.isnan().all() for g in torch.autograd.grad(out, inputs, weighted(out)))
+
+
+@each_kind
+@pytest.mark.parametrize("at", [0, 7, 399])
+def test_a_poisoned_key_that_one_row_sees_harms_that_row_and_key(at: int, dim: int, own_dq: bool) -> None:
+    q, k, v = cuda(Shape(b=1, sq=400, sk=400, h=4, hkv=2, d=dim))
+    features = {"window": (0, 0)}
+    clean = expected((q, k, v), with_lse=False, features=features)
+    k[:, at] = NAN
+    inputs = leaves(q, k, v)
+    out = fk.attention(*inputs, impl=IMPL, **features)
+    got = torch.autograd.grad(out, inputs, weighted(out))
+    assert all(g[:, at].isnan().all() for g in got)
+    others = [i for i in range(400) if i != at]
+    assert_unharmed(got, clean, (others, others, others))
 
 
 @each_kind
@@ -320,6 +348,19 @@ def test_rows_that_belong_to_no_sequence_reach_no_gradient(own_dq: bool) -> None
     lengths = [len(x) for x in (batch.q, batch.k, batch.v)]
     assert_unharmed(got, clean, tuple(map(slice, lengths)))
     assert all((g[n:] == 0).all() for g, n in zip(got, lengths, strict=True))
+
+
+def test_rows_that_belong_to_no_sequence_reach_no_sink(own_dq: bool) -> None:
+    batch = ragged([100, 70], [90, 70], LARGE.but(b=2), torch.bfloat16, device="cuda")
+    sinks = torch.randn(LARGE.h, device="cuda", requires_grad=True)
+    found = []
+    for rows in (0, 30):
+        inputs = leaves(*(torch.cat((x, torch.full_like(x[:rows], NAN))) for x in (batch.q, batch.k, batch.v)))
+        out = fk.attention_varlen(*inputs, *batch.args[3:], causal=True, sinks=sinks, impl=IMPL)
+        weight = weighted(out[: len(batch.q)])
+        weight = torch.cat((weight, torch.full_like(weight[:rows], NAN)))
+        found += torch.autograd.grad(out, sinks, weight)
+    assert torch.equal(*found)
 
 
 # What runs

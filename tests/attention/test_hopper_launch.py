@@ -145,28 +145,69 @@ def test_keys_in_parts_have_room_for_them(driver: Driver) -> None:
     assert driver.launches[-1][1] == params.tiles == params.shares > 8
 
 
-def test_the_backward_keeps_the_maps_of_each_set_of_tensors(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def launched(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[backward.Params]:
+    """The parameters of the backward's launches."""
     seen: list[backward.Params] = []
 
     def launch(grid: int, block: int, stream: int, address: int) -> None:
         seen.append(backward.Params.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(backward.Params))))
 
-    kernel = SimpleNamespace(launch=launch)
-    monkeypatch.setattr(
-        backward, "library", lambda variant: SimpleNamespace(kernel=lambda name, shared: kernel)
-    )
+    code = SimpleNamespace(kernel=lambda name, shared: SimpleNamespace(launch=launch))
+    monkeypatch.setattr(backward, "library", lambda variant: code)
     monkeypatch.setattr(backward, "counters", lambda device, stream: COUNTERS)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    return seen
+
+
+def differentiated(
+    tensors: Tensors, wanted: tuple[str, ...] = ("q", "k", "v"), deterministic: bool = False, **features: Any
+) -> tuple[Any, Given]:
+    """What makes the gradients of such tensors, and what it is given beside them."""
+    settings: dict[str, Any] = {"causal": False, "softmax_scale": None, "window": (-1, -1), "softcap": 0.0} | features
+    call = described(*tensors[:3], alibi_slopes=tensors.alibi_slopes, sinks=None, **settings)
+    batch, seq, heads, _ = tensors.q.shape
+    out = torch.randn(*tensors.q.shape[:3], tensors.v.shape[-1]).bfloat16()
+    given = Given(torch.randn_like(out), None, out, torch.zeros(batch, heads, seq))
+    problem = BackwardProblem(call, wanted, "auto", saved=True, deterministic=deterministic)
+    return backward.plan(problem, H200, tensors, given), given
+
+
+def test_the_backward_keeps_the_maps_of_each_set_of_tensors(driver: Driver, launched: list[backward.Params]) -> None:
     first, second = (Tensors(*inputs(1, 256, 2, 64)) for _ in range(2))
-    call = described(*first[:3], causal=False, softmax_scale=None, window=(-1, -1), softcap=0.0, alibi_slopes=None,
-                     sinks=None)  # fmt: skip
-    given = Given(torch.randn(1, 256, 2, 64).bfloat16(), None, torch.randn(1, 256, 2, 64).bfloat16(),
-                  torch.zeros(1, 2, 256))  # fmt: skip
-    run = backward.plan(BackwardProblem(call, ("q", "k", "v"), "auto", saved=True), H200, first, given)
+    run, given = differentiated(first)
     own, others = (1, 2, 3, 4), (5, 6, 7, 8)
     for tensors, made, maps in ((first, 4, own), (second, 8, others), (first, 8, own)):
         run(tensors, given, 1.0, 0.0)
-        params = seen[-1]
+        params = launched[-1]
         assert len(driver.maps) == made and params.k_data == tensors.k.data_ptr()
         assert (params.q[0], params.k[0], params.v[0], params.grad_out[0]) == maps
     assert [m[0] for m in driver.maps[:4]] == [x.data_ptr() for x in (*first[:3], given.grad_out)]
+
+
+@pytest.mark.parametrize("seq", [1, 16, 65, 300, 1000])
+@pytest.mark.parametrize("dim", [16, 64, 72, 104, 128, 256])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("wanted", [("q", "k", "v"), ("q",), ("k",)], ids="".join)
+def test_statistics_lie_in_dq_where_it_is_written_last(
+    wanted: tuple[str, ...], deterministic: bool, dim: int, seq: int, launched: list[backward.Params]
+) -> None:
+    """Level, delta and notes of all blocks fit there, start at multiples of 16 bytes, and overlap nothing."""
+    tensors = Tensors(*inputs(2, seq, 2, dim))
+    run, given = differentiated(tensors, wanted, deterministic, causal=True)
+    dq = run(tensors, given, 1.0, 0.0)[0]
+    params, size = launched[-1], backward.tiles.by_dimension(dim, dim, right=True, deterministic=deterministic).queries
+    blocks = 2 * 2 * -(-seq // size)
+    assert params.delta - params.level == 4 * blocks * size and params.poisoned - params.delta == 4 * blocks * size
+    assert params.level % 16 == params.delta % 16 == 0
+    added = "q" in wanted and not deterministic and dim <= 128
+    assert (params.sums is not None) == added
+    inside = dq is not None and dq.data_ptr() <= params.level < dq.data_ptr() + dq.nbytes
+    assert inside == (added and 4 * blocks * (2 * size + 1) <= dq.nbytes)
+    assert not inside or params.level == dq.data_ptr()
+
+
+def test_a_window_without_a_right_end_has_a_far_one(launched: list[backward.Params]) -> None:
+    tensors = Tensors(*inputs(1, 256, 2, 64), alibi_slopes=torch.ones(2))
+    run, given = differentiated(tensors, window=(30, -1))
+    run(tensors, given, 1.0, 0.0)
+    assert (launched[-1].left, launched[-1].right) == (30, forward.FAR)

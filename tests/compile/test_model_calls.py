@@ -120,7 +120,6 @@ class Asked:
         monkeypatch.setattr(Plans, "ready", ready)
         monkeypatch.setattr(gemm.Prepared, "find", lambda _, tensors, call: gemm._plan(tensors, call))
         monkeypatch.setattr(decode_api, "_plans", {})
-        monkeypatch.setattr(attention_api, "_backward_plans", {})
         fusable = attention_api._fusable
         monkeypatch.setattr(attention_api, "_fusable", lambda _, impl: fusable("cuda", impl))
         monkeypatch.setattr(route, "zeros", lambda count, dtype, device: Address(1 << 20, dtype))

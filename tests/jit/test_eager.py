@@ -345,3 +345,59 @@ def test_a_call_on_another_gpu_than_the_current_one() -> None:
         out = fk.attention(q, q, q)
         assert isinstance(out, Tensor) and out.device == q.device and fk.gelu(x).device == x.device
     assert torch.cuda.current_device() == 0
+
+
+# What the guards alone do not tell
+
+
+def test_a_gradient_is_not_lost_to_a_thread_that_needs_none(made: Made) -> None:
+    """Another thread renews the guards while this one's are asked: their answer goes with what they were made for."""
+    leaf = plain().requires_grad_()
+    with torch.no_grad():
+        made(leaf)
+    plan = made.plans.last
+    assert plan is not None and plan.guard is not None
+    alike, untracked, firsts = plan.guard
+
+    def meanwhile(*tensors: Tensor) -> bool:
+        assert plan is not None
+        plan.renew((plain(),))
+        return alike(*tensors)
+
+    plan.guard = (meanwhile, untracked, firsts)
+    assert made(leaf) is None and plan.guard[1]
+
+
+def test_the_same_tensor_twice_is_known_by_the_guards(made: Made) -> None:
+    x, y = plain(), plain()
+    assert [made(x, x), made(x, y), made(y, y), made(x, x)] == [1] * 4  # the memory does not make a kind
+    plan = made.plans.last
+    assert plan is not None and plan.serves((y, y), (1.0, "auto")) is True
+    assert plan.serves((x, y), (1.0, "auto")) is None
+    assert made(x, x.requires_grad_()) is None
+
+
+def test_numbers_whose_sign_is_a_flag_go_through_torch(made: Made) -> None:
+    assert made(plain()) == 1 and made(torch._neg_view(plain())) is None
+    x = torch.randn(2, 40)
+    torch.testing.assert_close(fk.softmax(torch._neg_view(x)), torch.softmax(-x, -1))
+
+
+def test_tangents_are_refused(made: Made) -> None:
+    x = plain()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match=r"shape \(4, 8\) has a tangent"):
+            made(x, dual)
+        assert made(x) is None  # torch sees what happens here
+    with pytest.raises(NotImplementedError, match=r"shape \(4, 8\) has a tangent"):
+        torch.func.jvp(fk.softmax, (x,), (x,))
+    assert made(x) == 1
+
+
+def test_settings_that_are_arrays_are_left_to_the_checks_of_the_op(made: Made) -> None:
+    import numpy as np
+
+    for value in (1.0, np.ones(3)):
+        number = made(plain(), settings=(value,))
+    assert number is None

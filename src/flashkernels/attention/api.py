@@ -19,7 +19,6 @@ from flashkernels.attention.hopper import backward_tiles as hopper_backward
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.tensors import (
     Given,
-    RunBackward,
     Tensors,
     empty_output,
     lse_dtype,
@@ -37,7 +36,7 @@ from flashkernels.attention.validation import (
 )
 from flashkernels.dispatch import Impl, UnsupportedError, lacks_triton, leaves_the_cpu, select
 from flashkernels.hardware import GPUS, Gpu
-from flashkernels.jit.eager import MOST_PLANS, Plans, followed_only, kind_of, unwatched
+from flashkernels.jit.eager import Plans, followed_only
 from flashkernels.tiling import Tile, TilingError, override
 
 
@@ -191,10 +190,10 @@ def attention(
     >>> out.shape, lse.shape
     (torch.Size([2, 5, 8, 40]), torch.Size([2, 8, 5]))
     """
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r} is not one of {', '.join(map(repr, LAYOUTS))}")
     if layout == "bhsd":
         q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.dim() == 4 else x for x in (q, k, v))
-    elif layout != "bshd":
-        raise ValueError(f"layout={layout!r} is not one of {', '.join(map(repr, LAYOUTS))}")
     out, lse = _call(
         (q, k, v, alibi_slopes, sinks, mask, None, None, None, q_scale, k_scale, v_scale, None),
         (0, 0, causal, softmax_scale, window, softcap, layout, return_lse, impl, dropout_p),
@@ -344,6 +343,10 @@ def _call(
         settings = (*settings[:4], window, *settings[5:])
     if deterministic is not False:
         check_flag("deterministic", deterministic)
+    if settings[7] is not False:
+        check_flag("return_lse", settings[7])
+    if type(dropout_p) is not float:
+        check_dropout(dropout_p, None, given[0])
     eager = isinstance(window, tuple) and len(window) == 2 and not is_compiling()
     plain = eager and dropout_seed is None and not dropout_p and not any_autocast()
     run = None
@@ -365,11 +368,12 @@ def _call(
         if run is not None:
             return run(tensors)
     max_q, max_k, causal, softmax_scale, _, softcap, layout, need_lse, impl, _ = settings
-    # the errors of eager
-    _problem(tensors, max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, dropout_p)
+    followed = eager and device != "" and tensors.q.shape[-1:] > (0,) and followed_only(tensors)
+    if not followed:  # the errors of eager; what autograd alone follows meets them in `_plan`, once for each kind
+        _problem(tensors, max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, dropout_p)
     scale = tensors.q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     keep = need_lse or (_fusable(device, impl) and _tracked(tensors))
-    op: Any = Attended.apply if followed_only(tensors) else attention_op
+    op: Any = Attended.apply if followed else attention_op
     return op(
         *tensors[:12], max_q, max_k, causal, scale, window[0], window[1], softcap, layout, keep, impl,
         tensors.dropout_seed, dropout_p, deterministic,
@@ -410,7 +414,9 @@ def attend(
     )  # fmt: skip
     window = (window_left, window_right)
     settings = (max_seqlen_q, max_seqlen_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, dropout_p)
-    out, lse = _plans.find(tensors, _settings(settings))(tensors)
+    chosen = _settings(settings)
+    run = _plans.ready(tensors, chosen) or _plans.find(tensors, chosen)  # the former takes less time
+    out, lse = run(tensors)
     return out, q.new_empty(0, dtype=lse_dtype(q)) if lse is None or not need_lse else lse
 
 
@@ -447,20 +453,21 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
     *inputs, out, lse, dropout_seed = ctx.saved_tensors
     q, v = inputs[0], inputs[2]
-    wanted = list(ctx.needs_input_grad[:6])
+    wanted = ctx.needs_input_grad[:6]
     if not ctx.has_lse:  # what stands in for it is empty
         grad_lse = None
     if grad_out is None:
         if grad_lse is None:
             return (None,) * 25
         grad_out = q.new_zeros(()).expand(*q.shape[:-1], v.shape[-1])
-    plain = unwatched((grad_out, grad_lse, out, lse, *inputs, dropout_seed))
-    differentiate: Any = gradients if plain else attention_backward_op
-    grads = differentiate(
-        grad_out, grad_lse, out, lse, *inputs, *ctx.settings, wanted, dropout_seed, ctx.dropout_p, ctx.deterministic
+    tensors = (*inputs, *(None,) * 4, dropout_seed, grad_out, grad_lse, out, lse)
+    run = _backward_plans.ready(tensors, _backward_settings(ctx.settings, wanted, ctx.dropout_p, ctx.deterministic))
+    if run is not None:
+        return (*run(tensors), *(None,) * 19)
+    grads = attention_backward_op(
+        grad_out, grad_lse, out, lse, *inputs, *ctx.settings, [*wanted], dropout_seed, ctx.dropout_p, ctx.deterministic
     )
-    needed = [g if want else None for g, want in zip(grads, wanted, strict=True)]
-    return (*needed, *(None,) * 19)
+    return (*(g if want else None for g, want in zip(grads, wanted, strict=True)), *(None,) * 19)
 
 
 attention_op.register_autograd(_backward, setup_context=_setup)
@@ -478,7 +485,34 @@ class Attended(torch.autograd.Function):
     backward = staticmethod(_backward)
 
 
-_backward_plans: dict[tuple[Any, ...], RunBackward] = {}
+def _backward_settings(
+    settings: tuple[Any, ...], wanted: tuple[bool, ...], dropout_p: float, deterministic: bool
+) -> tuple[Any, ...]:
+    """`_plan_backward`'s, with torch's own wish for gradients that are the same in every run."""
+    return (*settings, wanted, dropout_p, deterministic or torch.are_deterministic_algorithms_enabled())
+
+
+def _plan_backward(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Gradients]:
+    """The prepared launches for gradients of this kind. `tensors` are the fields of `Tensors`, and then of `Given`."""
+    inputs = len(Tensors._fields)
+    first, given = Tensors(*tensors[:inputs]), Given(*tensors[inputs:])
+    max_q, max_k, causal, softmax_scale, left, right, softcap, impl, wanted, dropout_p, deterministic = settings
+    names = tuple(name for name, want in zip(Tensors._fields, wanted, strict=False) if want)
+    call = _problem(first, max_q, max_k, causal, softmax_scale, (left, right), softcap, dropout_p=dropout_p)
+    call = _addressed(call, first)
+    problem = BackwardProblem(call, names, impl, saved=given.lse is not None, deterministic=deterministic)
+    gpu = hardware.detect(first.q.device) if first.q.is_cuda else None
+    run = select(BACKWARD_IMPLS, problem, gpu).load().plan(problem, gpu, first, given)
+
+    def differentiated(tensors: tuple[Any, ...]) -> Gradients:
+        grads: Gradients = run(Tensors(*tensors[:inputs]), Given(*tensors[inputs:]), softmax_scale, softcap)
+        return [g if want else None for g, want in zip(grads, wanted, strict=True)]
+
+    return differentiated
+
+
+_backward_plans = Plans(_plan_backward)
+Gradients = list["Tensor | None"]  # of q, k, v, alibi_slopes, sinks and mask
 
 
 def gradients(
@@ -489,25 +523,12 @@ def gradients(
     dropout_seed: Tensor | None = None, dropout_p: float = 0.0, deterministic: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, alibi_slopes, sinks and mask; an empty tensor stands for one that nobody wants."""
-    tensors = Tensors(
-        q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k, dropout_seed=dropout_seed
-    )  # fmt: skip
-    given = Given(grad_out, grad_lse, out, lse)
-    settings = (max_seqlen_q, max_seqlen_k, causal, softmax_scale, (window_left, window_right), softcap)
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    key = kind_of((*tensors, *given), (settings, impl, tuple(wanted), dropout_p, deterministic))
-    run = _backward_plans.get(key)
-    if run is None:
-        names = tuple(name for name, want in zip(Tensors._fields, wanted, strict=False) if want)
-        call = _addressed(_problem(tensors, *settings, dropout_p=dropout_p), tensors)
-        problem = BackwardProblem(call, names, impl, saved=lse is not None, deterministic=deterministic)
-        gpu = hardware.detect(q.device) if q.is_cuda else None
-        run = select(BACKWARD_IMPLS, problem, gpu).load().plan(problem, gpu, tensors, given)
-        if len(_backward_plans) >= MOST_PLANS:
-            _backward_plans.clear()
-        _backward_plans[key] = run
-    grads = run(tensors, given, softmax_scale, softcap)
-    return [q.new_empty(0) if g is None or not want else g for g, want in zip(grads, wanted, strict=True)]
+    inputs = (q, k, v, alibi_slopes, sinks, mask, cu_seqlens_q, cu_seqlens_k, *(None,) * 4, dropout_seed)
+    tensors = (*inputs, grad_out, grad_lse, out, lse)
+    settings = (max_seqlen_q, max_seqlen_k, causal, softmax_scale, window_left, window_right, softcap, impl)
+    chosen = _backward_settings(settings, tuple(wanted), dropout_p, deterministic)
+    grads: Gradients = _backward_plans.find(tensors, chosen)(tensors)
+    return [q.new_empty(0) if g is None else g for g in grads]
 
 
 attention_backward_op = torch.library.custom_op("flashkernels::attention_backward", gradients, mutates_args=())

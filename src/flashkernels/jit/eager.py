@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import maybe_current_level as transforms
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -47,13 +48,13 @@ def alone() -> bool:
 
 
 def plain(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether these are dense tensors with memory, of no class of their own."""
+    """Whether these are dense tensors with memory that says what they are, of no class of their own."""
     for x in tensors:
         if x is None:
             continue
         if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
             return False
-        if x.is_meta or x.layout is not torch.strided:
+        if x.is_meta or x.layout is not torch.strided or x.is_neg():  # whose numbers in memory have the other sign
             return False
     return True
 
@@ -62,9 +63,20 @@ def tracked(tensors: Iterable[Tensor | None]) -> bool:
     return True in [x.requires_grad for x in tensors if x is not None]  # `any` of a generator takes twice the time
 
 
+def refuse_tangents(tensors: Iterable[Any]) -> None:
+    """Forward-mode derivatives would be lost without a word: kernels know nothing of them."""
+    for x in tensors:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            about = f"a tensor of shape {tuple(x.shape)} has a tangent"
+            raise NotImplementedError(f"{about}: there are gradients, but no forward-mode derivatives")
+
+
 # --- prepared calls: what shapes and settings decide is decided once
 
 Run = Callable[..., Any]
+# What compares tensors; whether those that pass require no gradient; where one is given several times, of each where
+# it is first.
+Guard = tuple[Callable[..., bool], bool, "list[int] | None"]
 
 
 class Plan:
@@ -78,27 +90,38 @@ class Plan:
         given = self.given(tensors)
         self.device = next((x.device.index for x in given if x.is_cuda), None)
         self.after: Plan | None = None  # the one that served the call after the last of this kind, if another
-        self.alike: Callable[..., bool] | None = None
-        self.untracked = False  # what is `alike` requires no gradient
+        self.guard: Guard | None = None
         if plain(given) and not any(x.data_ptr() & 15 for x in given):
             self.renew(tensors)
 
     def renew(self, tensors: tuple[Any, ...]) -> None:
         """Guards of the mode in force: those made under no_grad know no call under inference_mode."""
         given = self.given(tensors)
-        self.alike, self.untracked = guards(given), not tracked(given)
+        firsts = [next(i for i, other in enumerate(given) if other is x) for x in given]
+        distinct = [x for i, x in enumerate(given) if firsts[i] == i]
+        same = None if len(distinct) == len(given) else firsts
+        self.guard = guards(distinct), not tracked(given), same  # at once: other threads read it
 
-    def serves(self, tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> bool:
-        """Whether this is another call of the kind. False, too, where only `kind_of` can tell."""
-        if settings != self.settings or self.missing(tensors) != self.none or [*map(type, settings)] != self.types:
-            return False
+    def serves(self, tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> bool | None:
+        """Whether this is another call of the kind, of tensors that require no gradient; None where it is not, or only
+        `kind_of` can tell."""
+        guard = self.guard
+        if guard is None or settings != self.settings or self.missing(tensors) != self.none:
+            return None
+        if [*map(type, settings)] != self.types:
+            return None
+        alike, untracked, firsts = guard
         given = self.given(tensors)
-        if self.alike is None or not self.alike(*given):
-            return False
+        if firsts:
+            if any(x is not given[i] for x, i in zip(given, firsts, strict=True)):
+                return None
+            given = tuple(x for i, x in enumerate(given) if firsts[i] == i)
+        if not alike(*given):
+            return None
         places = 0
         for x in given:
             places |= x.data_ptr()
-        return not places & 15
+        return None if places & 15 else untracked
 
 
 def placed(run: Run, device: int | None) -> Run:
@@ -116,8 +139,9 @@ def chosen(places: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     return operator.itemgetter(*places)
 
 
-def guards(tensors: tuple[Tensor, ...]) -> Callable[..., bool]:
-    """What torch.compile compares tensors by: types, shapes, strides, dtypes, devices, and who follows them."""
+def guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """What torch.compile compares tensors by: types, shapes, strides, dtypes, devices, who follows them, and whether
+    they require gradients. The same tensor twice does not pass."""
     sizes, strides = [[*x.shape] for x in tensors], [[*x.stride()] for x in tensors]
     guard = compiled.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     check: Callable[..., bool] = guard.check
@@ -147,7 +171,11 @@ class Plans:
     def find(self, tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
         """What to call with these tensors, once torch has seen the call."""
         kind = kind_of(tensors, settings)
-        plan = self.known.get(kind) or self.prepared(kind, tensors, settings)
+        try:
+            plan = self.known.get(kind)
+        except TypeError:  # a setting without a hash: the op's own checks say which
+            return self.make(tensors, settings)
+        plan = plan or self.prepared(kind, tensors, settings)
         return placed(plan.run, plan.device)
 
     def ready(self, tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run | None:
@@ -156,22 +184,27 @@ class Plans:
 
         `alone` and `placed` are written out here: every eager call passes, and a call less is 0.1 of its 10 to 15 µs
         (H200's host, 2026-11-16)."""
-        if is_compiling() or _watchers or is_in_torch_dispatch_mode() or transforms() is not None:
+        if is_compiling():
+            return None
+        dual = forward_ad._current_level >= 0
+        if _watchers or dual or is_in_torch_dispatch_mode() or transforms() is not None:
+            if dual:
+                refuse_tangents(tensors)
             return None
         last, kind = self.last, None
         plan = guess = last and (last.after or last)
         try:
-            if plan is None or not plan.serves(tensors, settings):
+            untracked = plan and plan.serves(tensors, settings)
+            if untracked is None:
                 if not plain(tensors):
                     return None
                 kind = kind_of(tensors, settings)
                 plan = self.known.get(kind)
-                if plan is not None and plan is guess and plan.alike:
+                if plan is not None and plan is guess and plan.guard:
                     plan.renew(tensors)
-        except (RuntimeError, TypeError):  # settings that cannot be compared, or have no hash
+        except (RuntimeError, TypeError, ValueError):  # settings that cannot be compared, or have no hash
             return None
-        # `kind` is None where guards have compared, of each tensor, also whether it requires a gradient
-        if not (kind is None and plan and plan.untracked) and torch.is_grad_enabled() and tracked(tensors):
+        if not untracked and torch.is_grad_enabled() and tracked(tensors):
             return None
         if plan is None:
             plan = self.prepared(kind, tensors, settings)

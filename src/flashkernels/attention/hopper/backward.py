@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import struct
 import threading
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from flashkernels.attention import sinks as sunk
 from flashkernels.attention.hopper import backward_source as source, backward_tiles as tiles
 from flashkernels.attention.hopper.backward_source import OWN_KEYS, OWN_QUERIES, THREADS, BackwardVariant
 from flashkernels.attention.hopper.forward import FAR, LOG2E, SECTION_BYTES, spaced
@@ -24,6 +25,7 @@ from flashkernels.hardware import Gpu
 from flashkernels.jit import driver, nvrtc
 from flashkernels.jit.block import ParameterBlock
 from flashkernels.jit.counters import counters
+from flashkernels.jit.eager import room
 
 POINTERS = (
     "q_data", "k_data", "v_data", "out", "grad_out_data", "lse", "grad_lse", "dq", "dk", "dv", "row_delta", "level",
@@ -86,32 +88,26 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
     write_addresses, write_scales = block.writer("q_data", ADDRESSES), block.writer("scale", SCALES)
     lock = threading.Lock()
     mapped, known = (0, 0, 0, 0), driver.Kept()
-    # keys that no query could see, and rows of a ragged batch that belong to no sequence, are nobody's to write
-    fresh = torch.zeros if call.varlen else torch.empty
+    outputs = [output(x, call.varlen) if name in wanted else None for name, x in zip("qkv", tensors[:3], strict=True)]
     # Level, delta and a note for each block. dQ's own memory has them where `queries` writes all of it in the end.
     noted = blocks * (2 * size + 1)
     in_dq = variant.adds_dq and not call.varlen and 2 * noted <= call.total_q * call.heads * call.head_dim
 
     def run(tensors: Tensors, given: Given, softmax_scale: float, softcap: float) -> list[Tensor | None]:
+        """With the tensors' device as the current one."""
         nonlocal mapped
-        if device != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                return run(tensors, given, softmax_scale, softcap)
         q, k, v, slopes, sinks, _, cu_q, cu_k = tensors[:8]
         grad_out, out = (
             x.clone(memory_format=torch.contiguous_format) if copy else x  # contiguous() leaves it where it is
             for x, copy in zip((given.grad_out, _given(given.out)), copied, strict=True)
         )
         lse, grad_lse = _given(given.lse).contiguous(), given.grad_lse
-        grads = [
-            fresh(x.shape, dtype=x.dtype, device=x.device) if name in wanted else None
-            for name, x in zip("qkv", (q, k, v), strict=True)
-        ]
+        grads = [None if fresh is None else fresh() for fresh in outputs]
         statistics = grads[0] if in_dq and grads[0] is not None else lse.new_empty(noted)
         level = statistics.data_ptr()
         delta, notes = level + 4 * blocks * size, level + 8 * blocks * size
         sums = lse.new_empty(blocks * variant.sums) if variant.adds_dq else None
-        bad = lse.new_empty(2 * bad_blocks, dtype=torch.int64)
+        bad = lse.new_empty(2 * bad_blocks, dtype=torch.int64) if bad_blocks else None
         row_delta = torch.zeros_like(lse) if "sinks" in wanted else None
         ordered = lse.new_empty(2 * call.batch + 1, dtype=torch.int32) if call.varlen else None
         slopes = None if slopes is None else slopes.to(torch.float32).contiguous()
@@ -129,7 +125,7 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
                 mapped = pointers
             write_addresses(
                 *pointers[:3], out.data_ptr(), pointers[3], lse.data_ptr(),
-                *map(_address, (grad_lse, *grads, row_delta)), level, delta, _address(sums), notes, bad.data_ptr(),
+                *map(_address, (grad_lse, *grads, row_delta)), level, delta, _address(sums), notes, _address(bad),
                 count, *map(_address, (slopes, cu_q, cu_k, ordered)),
             )  # fmt: skip
             scale = softmax_scale / softcap if softcap else softmax_scale * LOG2E
@@ -145,10 +141,21 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
                 after.launch(own_blocks, THREADS, stream, address)
             elif variant.adds_dq:
                 after.launch(blocks, 2 * size, stream, address)
-        dsinks = None if row_delta is None or sinks is None else sinks_gradient(row_delta, lse, sinks)
+        dsinks = None
+        if row_delta is not None and sinks is not None:
+            blind = sunk.unseeing(lse, cu_q)
+            dsinks = sunk.gradient(sinks, sunk.weights(sinks, lse, blind), row_delta, blind)
         return [*grads, None, dsinks, None]
 
     return run
+
+
+def output(x: Tensor, ragged: bool) -> Callable[[], Tensor]:
+    """What makes room for the gradient of x. Of a ragged batch, keys that no query could see and rows that belong to no
+    sequence are nobody's to write."""
+    if ragged:
+        return functools.partial(torch.zeros, x.shape, dtype=x.dtype, device=x.device)
+    return room(x.shape, x.dtype, x.device)
 
 
 def described(
@@ -168,7 +175,7 @@ def described(
 
     three = ctypes.c_int64 * 3
     grad_lse = (0, 0, 0) if given.grad_lse is None else (0, *given.grad_lse.stride())[-3:]
-    left, right = (min(max(side, 0), FAR) for side in call.band)
+    left, right = (FAR if side < 0 else min(side, FAR) for side in call.band)
     kv_heads = call.batch * call.kv_heads
     # Q and dO in 16 bits and dQ in 32, of all query heads
     walked = call.total_q * call.heads * (6 * call.head_dim + 2 * call.head_dim_v)
@@ -206,12 +213,6 @@ def contiguous(x: Tensor) -> tuple[int, int, int]:
     """(batch, seq, head) strides of a contiguous tensor of x's shape."""
     heads, dim = x.shape[-2:]
     return (0 if x.dim() == 3 else x.shape[1] * heads * dim, heads * dim, dim)
-
-
-def sinks_gradient(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """A sink's weight has dP = 0, so its gradient is the sum of -P_sink * delta over (B, H, S_q) or (H, total_q)."""
-    weights = torch.exp(sinks.float()[:, None] - lse).masked_fill(lse == -math.inf, 0.0)
-    return -(weights * delta).sum(-1).sum_to_size(sinks.shape).to(sinks.dtype)
 
 
 def _given(x: Tensor | None) -> Tensor:

@@ -261,7 +261,9 @@ struct Consumer {
     const int first = x.query + group * 64 + warp * 16 + lane / 4;
     u16* to = p.dq + x.batch * p.dq_strides.batch + x.head * p.dq_strides.head +
               (i64)(x.q_row + first) * p.dq_strides.seq;
-    store_rows<D>(dq, p.grad_scale, to, p.dq_strides.seq, x.seq_q - first, lane);
+    // NaN where the level is, also of a row that sees no key but hidden ones
+    auto factor = [&](int r) { return level[r] == level[r] ? p.grad_scale : level[r]; };
+    store_rows<D>(dq, {factor(0), factor(1)}, to, p.dq_strides.seq, x.seq_q - first, lane);
   }
 };
 

@@ -24,9 +24,13 @@ template <int N, class Words> DEVICE void store_words(Words words, u16* first, i
   }
 }
 
+// The same of fp32, its two rows times two factors.
 template <int N>
-DEVICE void store_rows(const float (&x)[N / 2], float factor, u16* first, i64 stride, int rows, int lane) {
-  auto word = [&](int j, int r) { return pack(x[4 * j + 2 * r] * factor, x[4 * j + 2 * r + 1] * factor); };
+DEVICE void store_rows(const float (&x)[N / 2], float2 factors, u16* first, i64 stride, int rows, int lane) {
+  auto word = [&](int j, int r) {
+    const float factor = r ? factors.y : factors.x;
+    return pack(x[4 * j + 2 * r] * factor, x[4 * j + 2 * r + 1] * factor);
+  };
   store_words<N>(word, first, stride, rows, lane);
 }
 
@@ -64,6 +68,6 @@ extern "C" __global__ void __launch_bounds__(2 * BLOCK) queries(const __grid_con
       const float4 four = __ldcs(sums + (warp * (D / 8) + j) * 32);  // read for the last time
       x[4 * j] = four.x, x[4 * j + 1] = four.y, x[4 * j + 2] = four.z, x[4 * j + 3] = four.w;
     }
-    store_rows<D>(x, p.grad_scale, to, p.dq_strides.seq, b.rows - first, lane);
+    store_rows<D>(x, {p.grad_scale, p.grad_scale}, to, p.dq_strides.seq, b.rows - first, lane);
   }
 }

@@ -55,6 +55,19 @@ DEVICE QueryBlock query_block(const Params& p, int place) {
   return b;
 }
 
+// dQ of a row with the level NaN is NaN, also where the row sees no key but those that `Tile::clean` hides.
+DEVICE void poison_sums(const Params& p, int thread) {
+  const float* levels = p.level + (i64)blockIdx.x * BLOCK;
+  float* sums = p.sums + (i64)blockIdx.x * SUMS;
+  for (int i = thread; i < SUMS; i += 256) {
+    const int fragment = i / 128, lane = i / 4 % 32, e = i % 4;  // as `queries` reads them
+    const int row = TALL ? fragment % (BLOCK / 8) * 8 + 2 * (lane % 4) + e % 2
+                         : fragment / (D / 8) * 16 + lane / 4 + 8 * (e / 2);
+    const float level = levels[row];
+    if (level != level) sums[i] = level;
+  }
+}
+
 // Of each row: delta = rowsum(dO * O) - dL, and the level: its log-sum-exp L in units of log2. A row that sees nothing,
 // or is not there, has the level +inf: all its weights are 0. A row in whose O, L or dO a NaN or Inf shows has the
 // level NaN, which is all that the backward needs to know of it: its delta is 0. A block that may have one in Q or dO
@@ -114,5 +127,6 @@ extern "C" __global__ void __launch_bounds__(256) rows(const __grid_constant__ P
   if (HIDES) {
     bad = __syncthreads_or(bad);
     if (t == 0) p.poisoned[blockIdx.x] = bad;
+    if (WANT_Q && bad) poison_sums(p, t);
   }
 }

@@ -27,6 +27,9 @@ DEVICE float2 load_pair(u32 at) {
 // Before the copy engine or a wgmma may read what ordinary stores wrote.
 DEVICE void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// `lowest` of keys that the walk hides from all queries: not there, or with a NaN or Inf; and of such that one sees.
+constexpr int HIDDEN = 1 << 30, HARMED = HIDDEN + 1;
+
 struct Tile {
   const Params& p;
   const u32 smem;
@@ -94,9 +97,12 @@ struct Tile {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int key = first_key + warp * 16 + lane / 4 + 8 * r, from = 2 * (lane & 3);
-      lowest[r] = RIGHT ? key - shift - p.right - from : -(1 << 30);
-      highest[r] = (LEFT ? min(w.seq_q - 1, key - shift + p.left) : w.seq_q - 1) - from;
-      if (key >= w.seq_k || (HIDES && bad >> (4 * r) & 1)) lowest[r] = 1 << 30;
+      const int low = RIGHT ? key - shift - p.right : -(1 << 30);
+      const int high = LEFT ? min(w.seq_q - 1, key - shift + p.left) : w.seq_q - 1;
+      lowest[r] = low - from;
+      highest[r] = high - from;
+      if (HIDES && bad >> (4 * r) & 1) lowest[r] = max(low, 0) <= high ? HARMED : HIDDEN;
+      if (key >= w.seq_k) lowest[r] = HIDDEN;
     }
     m = queries.first;
     head = w.head * p.group;
@@ -128,7 +134,8 @@ struct Tile {
   }
 
   // A NaN or Inf in K or V: a weight of 0 does not take it away. A row that may see it shows it in its level; so here
-  // it becomes 0, and its key hidden. Returns, in bits 0 and 4, whether the thread's two keys are such.
+  // it becomes 0, and its key hidden. dQ of such a row is NaN by `rows`, dK and dV of such a key by `store`. Returns,
+  // in bits 0 and 4, whether the thread's two keys are such.
   DEVICE u32 clean() {
     const u32 thread = group * 128 + warp * 32 + lane;
     bool mine = false;
@@ -335,7 +342,10 @@ struct Tile {
   template <int N> DEVICE void store(const float (&sum)[N / 2], u16* data, const Strides& strides, float factor) {
     const int key = first_key + warp * 16 + lane / 4;
     u16* to = data + w.batch * strides.batch + w.head * strides.head + (i64)(w.k_row + key) * strides.seq;
-    store_rows<N>(sum, factor, to, strides.seq, w.seq_k - key, lane);
+    float2 factors = {factor, factor};
+    if (HIDES && lowest[0] == HARMED) factors.x = __int_as_float(0x7fffffff);
+    if (HIDES && lowest[1] == HARMED) factors.y = __int_as_float(0x7fffffff);
+    store_rows<N>(sum, factors, to, strides.seq, w.seq_k - key, lane);
   }
 };
 

@@ -44,12 +44,16 @@ def choose(problem: BackwardProblem) -> BackwardVariant:
     A kernel of its own for dQ computes 7 products instead of 5, but adds nothing in memory: the additions of tiles of
     64 keys, 8.6 GB at D=256 (B=4, S=4096, H=8), would take 4.8 ms at the 1.8 TB/s that the L2 was seen to add (H200,
     2026-11-15), and the products take 1.9 ms at best.
+
+    Of a window that ends on the left only, with slopes, ptxas takes the loop for divergent (265 moves to uniform
+    registers for 34 at 128 columns): it has a right end too, a far one.
     """
     call, wanted = problem.call, problem.wanted
-    left, right = call.band
+    left, right = (side >= 0 for side in call.band)
+    right = right or (left and call.alibi)
     tile = tile_of(call, problem.deterministic)
     return BackwardVariant(
-        call.head_dim, call.head_dim_v, tile, fp16=call.dtype == "fp16", left=left >= 0, right=right >= 0,
+        call.head_dim, call.head_dim_v, tile, fp16=call.dtype == "fp16", left=left, right=right,
         softcap=call.softcap, alibi=call.alibi, varlen=call.varlen, own_dq=problem.deterministic or tile.paired,
         want_q="q" in wanted, want_k="k" in wanted, want_v="v" in wanted,
     )  # fmt: skip

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from flashkernels.attention import dropout
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
+from flashkernels.attention.sinks import gradient, unseeing, weights
 from flashkernels.attention.tensors import Given, RunBackward, Tensors, strides_of, unaddressable
 from flashkernels.attention.triton import backward_tiles
 from flashkernels.attention.triton.backward_keys import dkdv_kernel
@@ -104,7 +105,7 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
     shared = None
     if form == "shared" and mask is not None and tiles.dmask is not None:
         shared = SharedPass(call, gpu, tiles.dmask, mask, constants(call, tiles.dmask), (*inputs, *sides), band)
-    device, unit, drop = q.device.index, unit_of(call), dropout.numbers(call.dropout_p)
+    unit, drop = unit_of(call), dropout.numbers(call.dropout_p)
     # rows of a ragged batch that belong to no sequence are nobody's to write
     fresh = torch.zeros if call.varlen else torch.empty
 
@@ -142,10 +143,12 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
         if sums is not None and heads_q * sums_blocks:
             sums_launcher(heads_q * sums_blocks, (sums, grads[0], cu_q), (*sums_numbers, softmax_scale))
         grads.append(None if dslope is None or slopes is None else _slopes_gradient(dslope, slopes))
-        sunk = None if sinks is None or not want_sunk else _sunk(sinks, lse, norm)
-        dsinks = None
-        if sinks is not None and sunk is not None and "sinks" in wanted:
-            dsinks = _sinks_gradient(delta, sunk, sinks)
+        sunk = dsinks = None
+        if sinks is not None and want_sunk:
+            blind = unseeing(lse, cu_q)
+            sunk = weights(sinks, lse, blind)
+            sunk = sunk if norm is None else sunk * norm
+            dsinks = gradient(sinks, sunk, delta, blind) if "sinks" in wanted else None
         grads.append(dsinks)
         if form == "rows":
             dmask = sums_of_rows(delta, level, sunk, grad_lse)
@@ -153,13 +156,7 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
             dmask = shared(stats, mask, (slopes, seed), (*numbers[:2], *drop))
         return [*grads, None if dmask is None or mask is None else summed(dmask, mask)]
 
-    def guarded(tensors: Tensors, given: Given, softmax_scale: float, softcap: float) -> list[Tensor | None]:
-        if device is None or device == torch.cuda.current_device():
-            return run(tensors, given, softmax_scale, softcap)
-        with torch.cuda.device(device):
-            return run(tensors, given, softmax_scale, softcap)
-
-    return guarded
+    return run
 
 
 def rows_by_box(problem: AttentionProblem, tile: Tile) -> bool:
@@ -222,14 +219,3 @@ def _lse_strides(grad: Tensor | None) -> tuple[int, ...]:
 def _slopes_gradient(parts: Tensor, slopes: Tensor) -> Tensor:
     """Sums what the blocks of rows give, (B, H, blocks), to the shape of the slopes, (H,) or (B, H)."""
     return parts.sum(-1).sum_to_size(slopes.shape).to(slopes.dtype)
-
-
-def _sunk(sinks: Tensor, lse: Tensor, norm: Tensor | None) -> Tensor:
-    """The weights of the sinks, (B, H, S_q) or (H, total_q)."""
-    sunk = torch.exp(sinks.float()[:, None] - lse).masked_fill(lse == -math.inf, 0.0)
-    return sunk if norm is None else sunk * norm
-
-
-def _sinks_gradient(delta: Tensor, sunk: Tensor, sinks: Tensor) -> Tensor:
-    """A sink's weight has dP = 0, so its gradient is the sum of -P_sink * delta over all rows."""
-    return -(sunk * delta).sum(-1).sum_to_size(sinks.shape).to(sinks.dtype)
