@@ -6,12 +6,13 @@ import logging
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import flashkernels as fk
-from flashkernels.dispatch import Impl, UnsupportedError, Verdict, select, verdicts
+from flashkernels.dispatch import Impl, UnsupportedError, Verdict, select, serving, verdicts
 from flashkernels.hardware import Gpu, lookup
 
 H200 = lookup("h200")
@@ -69,6 +70,16 @@ def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(ValueError, match=f"impl='{name}' is not one of 'auto', 'fast', 'even', 'any'") as caught:
         select(IMPLS, 10, H200, name)
     assert not isinstance(caught.value, UnsupportedError)
+
+
+def test_torch_on_a_gpu_warns_unless_somebody_asked_for_it(recwarn: pytest.WarningsRecorder) -> None:
+    impls = (EVEN, Impl("torch", "json"))
+    with pytest.warns(UserWarning, match=r"no kernel serves on NVIDIA H200, .*: 3 \(even: problem=3 is odd\)"):
+        assert serving(impls, 3, H200).__name__ == "json"
+    asked = SimpleNamespace(impl="torch")
+    for problem, gpu, name in ((3, None, "auto"), (3, H200, "torch"), (2, H200, "auto"), (asked, H200, "auto")):
+        serving(impls if problem is not asked else impls[1:], problem, gpu, name)
+    assert not recwarn
 
 
 def test_unsupported_is_a_value_error_and_public() -> None:

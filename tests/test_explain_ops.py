@@ -314,7 +314,7 @@ def test_the_decode_tile_in_force_is_explained_and_kept() -> None:
 
 
 def test_an_unknown_op_is_refused_with_the_known_ones() -> None:
-    known = r"'attention', 'attention_backward', 'decode', .*, 'speculative_accept'$"
+    known = r"'attention', 'attention_varlen', .*, 'speculative_accept'; for experts fk\.moe\.explain$"
     with pytest.raises(ValueError, match=rf"op='gemm' is not one of {known}"):
         fk.explain("gemm", torch.ones(2, 2))
 

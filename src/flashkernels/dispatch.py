@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from types import ModuleType
@@ -95,6 +96,16 @@ def select(impls: Sequence[Impl], problem: Any, gpu: Gpu | None, name: str = "au
             return impl
         refusals.append(f"{impl.name}: {reason}")
     raise UnsupportedError(f"impl={name!r} cannot serve this call: {'; '.join(refusals)}")
+
+
+def serving(impls: Sequence[Impl], problem: Any, gpu: Gpu | None, name: str = "auto") -> ModuleType:
+    """The module of what `select` chooses. It warns where that is torch's plain operations on a GPU, and nobody asked
+    for them: they are slow there."""
+    impl = select(impls, problem, gpu, name)
+    if impl.name == "torch" and gpu is not None and name == getattr(problem, "impl", "auto") == "auto":
+        reasons = "; ".join(f"{one.name}: {one.reason}" for one in verdicts(impls, problem, gpu) if one.reason)
+        warnings.warn(f"no kernel serves on {gpu.name}, torch's own operations do: {problem} ({reasons})", stacklevel=3)
+    return impl.load()
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ Fused = Literal[
 
 @overload
 def explain(
-    op: Literal["attention"], *tensors: Any, gpu: str | Gpu | None = None, **arguments: Any
+    op: Literal["attention", "attention_varlen"], *tensors: Any, gpu: str | Gpu | None = None, **arguments: Any
 ) -> attention.Explanation: ...
 
 
@@ -90,10 +90,11 @@ def explain(op: str, *tensors: Any, gpu: str | Gpu | None = None, **arguments: A
     """Why a call would run as it would, without running it.
 
     Args:
-        op: the name of a function: "attention", "decode", "attention_paged", "rms_norm", "layer_norm", "swiglu",
-            "geglu", "relu2_glu", "gelu", "rope", "softmax", "log_softmax", "linear", "norm_linear", "cross_entropy",
-            "linear_cross_entropy", "sample" or "speculative_accept". "attention_backward" is what makes the gradients
-            of an attention call, whose arguments it takes, with `wanted`: names of the tensors to differentiate by.
+        op: the name of a function: "attention", "attention_varlen", "decode", "attention_paged", "rms_norm",
+            "layer_norm", "swiglu", "geglu", "relu2_glu", "gelu", "rope", "softmax", "log_softmax", "linear",
+            "norm_linear", "cross_entropy", "linear_cross_entropy", "sample" or "speculative_accept".
+            "attention_backward" is what makes the gradients of an attention call, whose arguments it takes, with
+            `wanted`: names of the tensors to differentiate by. Experts have `moe.explain`.
         tensors, arguments: those of the call; values of tensors do not matter. Or none of them but the keywords
             `problem`, the op's description of a call, and `impl`.
         gpu: a GPU or its short name ("h200"), present or not: the answer is for tensors on it, wherever these are.
@@ -122,12 +123,13 @@ def explain(op: str, *tensors: Any, gpu: str | Gpu | None = None, **arguments: A
     >>> why.impl, why.bound, why.token_bytes
     ('hopper', 'memory', 4096.0)
     """
-    if op == "attention":
+    if op in ("attention", "attention_varlen"):
         return attention.explain(op, *tensors, gpu=gpu, **arguments)
     if op == "attention_backward":
         return gradients.explain(*tensors, gpu=gpu, **arguments)
     if op not in OPS:
-        raise ValueError(f"op={op!r} is not one of 'attention', 'attention_backward', {', '.join(map(repr, OPS))}")
+        own = ("attention", "attention_varlen", "attention_backward")
+        raise ValueError(f"op={op!r} is not one of {', '.join(map(repr, (*own, *OPS)))}; for experts fk.moe.explain")
     if not isinstance(gpu, (str, Gpu, type(None))):
         raise TypeError(f"gpu={gpu!r} must be a Gpu or the short name of one, got {type(gpu).__name__}")
     row, impl, problem = OPS[op], arguments.pop("impl", "auto"), arguments.pop("problem", None)

@@ -123,6 +123,10 @@ BAD_DENSE: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = 
     # words
     "layout-unknown": ({"layout": "sbhd"}, ValueError, ("layout", "sbhd", "bshd", "bhsd")),
     "impl-unknown": ({"impl": "fastest"}, ValueError, ("impl", "fastest", "torch")),
+    # numbers that fp32 has not
+    "scale-beyond-fp32": ({"softmax_scale": 1e39}, ValueError, ("softmax_scale", "1e+39", "fp32")),
+    "softcap-beyond-fp32": ({"softcap": 1e39}, ValueError, ("softcap", "1e+39", "fp32")),
+    "softcap-too-small": ({"softcap": 1e-40}, ValueError, ("softcap", "1e-40", "too small")),
     "impl-a-list": ({"impl": ["torch"]}, ValueError, ("impl", "torch")),
     # arrays, which Python cannot compare with what a call before had
     "layout-an-array": ({"layout": np.ones(2)}, ValueError, ("layout", "array")),

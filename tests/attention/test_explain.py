@@ -314,3 +314,27 @@ def test_a_head_dimension_that_triton_rejects_is_explained_with_the_reason() -> 
     assert why.impl != "triton" and why.chosen is None
     assert "not triton: head_dim=600 is over 512" in str(why)
     assert not issubclass(TilingError, fk.UnsupportedError)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("window", [(-1, -1), (5, 5), (256, 0)], ids=str)
+@pytest.mark.parametrize("seq_q", [1, 4096])
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+def test_no_prediction_is_below_the_roofline(gpu: str, window: tuple[int, int], seq_q: int, impl: str) -> None:
+    for mask in (None, "bool"):
+        problem = replace(PROBLEM, seq_q=seq_q, window=window, mask=mask)
+        why = fk.explain("attention", problem=problem, gpu=gpu, impl=impl)
+        assert why.predicted is None or why.predicted >= why.floor
+        for line in str(why).splitlines():
+            if found := re.search(r" (\d+) µs$", line):
+                assert int(found[1]) >= int(why.floor * 1e6), line
+
+
+def test_a_ragged_call_is_explained_as_it_is_made() -> None:
+    q, k, v = (torch.empty(70, 4, 64, dtype=torch.bfloat16) for _ in range(3))
+    ends = torch.tensor([0, 30, 70], dtype=torch.int32)
+    why = fk.explain("attention_varlen", q, k, v, ends, ends, 40, 40, causal=True, gpu="h200")
+    assert why.impl == "hopper" and why.problem.varlen and why.problem.causal and why.problem.seq_q == 40
+    assert "varlen" in str(why)
+    with pytest.raises(ValueError, match="max_seqlen_q"):
+        fk.explain("attention_varlen", q, k, v, ends, ends, -1, 40, gpu="h200")

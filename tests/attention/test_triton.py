@@ -589,3 +589,10 @@ def test_varlen_of_packed_inputs() -> None:
     packed = torch.stack([batch.k, batch.v], 1)
     out = fk.attention_varlen(batch.q, packed[:, 0], packed[:, 1], *batch.args[3:], causal=True, impl="triton")
     oracle.assert_correct_varlen(out, None, *batch.tensors, causal=True)
+
+
+@pytest.mark.parametrize("scale", [3e-46, 1e-40, 0.0, -1e-40])
+def test_a_scale_that_fp32_has_not_weighs_all_keys_alike(scale: float) -> None:
+    q, k, v = qkv(Shape(b=1, sq=20, sk=35, h=2, hkv=1, d=16))
+    out = fk.attention(q, k, v, causal=True, softmax_scale=scale, impl="triton")
+    torch.testing.assert_close(out, fk.attention(q, k, v, causal=True, softmax_scale=0.0, impl="torch"))

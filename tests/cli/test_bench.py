@@ -93,6 +93,39 @@ def test_bad_options_are_refused_by_name(options: list[str], message: str) -> No
         bench("attention", **{"suite": "headdims", "quick": True, "device": "cpu"} | parsed(options))
 
 
+def test_an_unknown_op_is_told_all_that_there_are() -> None:
+    with pytest.raises(ValueError, match=r"op='foo' is not one of 'attention', .*'fused', 'launch'$"):
+        bench("foo")
+
+
+def test_the_accuracy_of_formats_is_quick_and_silent_in_a_pipe() -> None:
+    done = run("bench", "decode", "--accuracy", "--quick", "--device", "cpu")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "8 draws of 256 keys (64 of 1024 without --quick)" in done.stdout
+    assert all(f" {form} " in done.stdout for form in ("fp8", "fp8_e5m2", "int8", "int4"))
+
+
+@pytest.mark.parametrize("quick", [False, True], ids=["full", "quick"])
+def test_a_terminal_sees_that_accuracy_is_measured(
+    quick: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[dict[str, int]] = []
+
+    def accuracy(device: str, **sizes: int) -> dict[str, dict[str, tuple[float, float]]]:
+        given.append(sizes)
+        return {"normal": {"int8": (0.01, 0.02)}}
+
+    monkeypatch.setattr("flashkernels.bench.decode.accuracy", accuracy)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes any output for a terminal
+    monkeypatch.setenv("TERM", "xterm")
+    bench("decode", accuracy=True, quick=quick, device="cpu")
+    draws, keys = (8, 256) if quick else (64, 1024)
+    assert given == [{"draws": draws, "keys": keys}]
+    shown = capsys.readouterr()
+    assert f"{draws} draws of {keys} keys" in shown.err and "0:00:00" in shown.err
+    assert f"{draws} draws of {keys} keys" in shown.out and ("--quick" in shown.out) == quick
+
+
 def parsed(options: list[str]) -> dict[str, Any]:
     return dict(zip((name.removeprefix("--") for name in options[::2]), options[1::2], strict=True))
 

@@ -74,6 +74,14 @@ def test_a_recorded_trace_is_read(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["meta"]["gpu"] == "NVIDIA H200"
 
 
+def test_a_profile_is_no_trace(tmp_path: Path) -> None:
+    trace, out = DATA / "synthetic" / "launch-gaps.json.gz", tmp_path / "run.json"
+    assert CliRunner().invoke(app, ["profile", "--read", str(trace), "--json", str(out)]).exit_code == 0
+    result = CliRunner().invoke(app, ["profile", "--read", str(out)])
+    assert result.exit_code == 2
+    assert result.stderr == f"error: {out} is a profile of --json; --read takes a trace of --trace\n"
+
+
 def test_counters_of_ncu_join_the_table(tmp_path: Path) -> None:
     trace = str(DATA / "synthetic" / "low-occupancy.json.gz")
     counters = tmp_path / "ncu.csv"

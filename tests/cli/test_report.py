@@ -14,6 +14,7 @@ from flashkernels.profiling.ceilings import Ceilings
 
 H200 = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
 FILES = [str(H200 / f"attention-{suite}.json") for suite in ("scaling", "shapes", "fp8")]
+LAUNCH = str(H200.with_name("h200-launch.json"))
 CEILINGS = Ceilings("NVIDIA H200", "2026-11-15", "2.11", {"copy": 4.25e12}, {"bf16": 679e12, "fp16": 690e12})
 
 
@@ -46,12 +47,18 @@ def test_a_report_against_itself_has_no_change(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(("none.json",), "none.json: there is no such file"), ((FILES[0], FILES[0]), "attention-scaling.json too")],
-    ids=["no file", "twice"],
+    [
+        (("none.json",), "none.json: there is no such file"),
+        ((FILES[0], FILES[0]), "attention-scaling.json too"),
+        (
+            (FILES[0], LAUNCH),
+            f"error: {LAUNCH} is a file of `flashkernels bench launch`, which the report does not show",
+        ),
+        ((FILES[0], "--against", LAUNCH), "which the report does not show"),
+    ],
+    ids=["no file", "twice", "launch", "against launch"],
 )
-def test_a_report_of_nothing_or_of_the_same_twice_is_refused(
-    arguments: tuple[str, ...], message: str, folder: Path
-) -> None:
+def test_a_report_of_what_it_cannot_show_is_refused(arguments: tuple[str, ...], message: str, folder: Path) -> None:
     done = run("report", *arguments, "-o", str(folder / "r.html"))
     assert done.exit_code == 2
     assert message in done.output

@@ -22,7 +22,7 @@ from flashkernels.tiling import Tile
 
 TILE = re.compile(
     r"  (exact|standard|split_d)-\d+x\d+-d[\d+]+-v[\d+]+-w\d-s\d-(tma|pointer)(-r\d+)?(-lazy)?(-early)?"
-    r" \w+ D=\d+ mask=\w+"
+    r" \w+ D=\d+ mask=\w+( softcap)?"
 )
 
 
@@ -47,6 +47,7 @@ def test_it_lists_every_tile_of_a_gpu(key: str, least: int) -> None:
     title, *lines = triton.splitlines()
     assert title == f"{lookup(key).name}: {len(lines)} tiles"
     assert len(lines) > least
+    assert len(set(lines)) == len(lines)
     assert all(TILE.fullmatch(line) for line in lines)
     assert any("bf16" in line for line in lines) and any("fp32" in line for line in lines)
     assert [line.split()[0] for line in lines] == [tile.name for tile, _ in listed(key)]
@@ -66,6 +67,39 @@ def test_a_sample_is_every_nth_and_gpus_may_be_several(monkeypatch: pytest.Monke
         expected += [f"{lookup(key).name}: {len(names)} tiles", *names]
     lines = done.stdout.partition("hopper: ")[0].splitlines()
     assert [line if line.endswith(" tiles") else line.split()[0] for line in lines] == expected
+
+
+def test_the_help_says_what_a_sample_is() -> None:
+    assert "only 1 in N" in CliRunner().invoke(app, ["tiles", "--help"]).stdout
+
+
+OPTIONS = """
+import sys
+import triton
+from triton import knobs
+from triton.compiler import make_backend
+from flashkernels.attention.triton.build import compile_tile, every_tile
+from flashkernels.hardware import lookup
+
+def compile(source, target, options):
+    unsaid = {name: value for name, value in options.items() if name != "enable_fp_fusion"}
+    said, default = (make_backend(target).parse_options(dict(each)).hash() for each in (options, unsaid))
+    print(options["enable_fp_fusion"], said == default)
+    sys.exit()
+
+triton.compile = compile
+compile_tile(*next(every_tile(lookup("h200"))), lookup("h200"))
+"""
+
+
+@pytest.mark.parametrize(("knob", "fusion"), [("", "True"), ("1", "True"), ("0", "False")])
+def test_fusion_is_said_as_triton_would_choose_it(knob: str, fusion: str) -> None:
+    """Unsaid, Triton 3.9 warns. What is cached keeps its key."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_DEFAULT_FP_FUSION": knob} if knob else {}
+    command = [sys.executable, "-c", OPTIONS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.stdout.split() == [fusion, "True"], done.stderr
 
 
 def test_compiling_a_sample_passes() -> None:

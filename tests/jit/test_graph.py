@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import flashkernels as fk
-from flashkernels.jit.captured import held
-from flashkernels.jit.graph import GraphError
+from flashkernels.jit.captured import Watch, held
+from flashkernels.jit.graph import GraphError, new_casts
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_devices = pytest.mark.parametrize("device", DEVICES)
@@ -167,6 +168,195 @@ def test_a_tensor_that_moved_is_refused(kind: str, device: str) -> None:
     step.clear()
     expected = module(x) if kind == "module" else x * moved
     assert torch.equal(step(x, *arguments), expected)
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda pool: pool[:8], r"had shape \(4,\) and has \(8,\)"),
+        (lambda pool: pool[:8:2], r"had strides \(1,\) and has \(2,\)"),
+        (lambda pool: pool[:4].view(torch.int32), "was torch.float32 and is torch.int32"),
+        (lambda pool: pool[4:6], r"was at 0x\w+ and is at 0x\w+, had shape \(4,\) and has \(2,\)"),
+        (lambda pool: None, "is no tensor any more, but NoneType"),
+    ],
+    ids=["shape", "stride", "dtype", "two", "none"],
+)
+def test_another_tensor_at_the_same_address_is_refused(change: Any, message: str, device: str) -> None:
+    pool = torch.ones(16, device=device)
+    cache, x = pool[:4], torch.ones(1, device=device)
+    step = fk.Graph(lambda x: x + (0 if cache is None else cache.sum()))
+    assert step(x).tolist() == step(x).tolist() == [5]
+    cache = change(pool)
+    with pytest.raises(GraphError, match=f"cache {message}.*clear"):
+        step(x)
+    step.clear()
+    step(x)
+
+
+def test_a_tensor_in_two_places_is_watched_in_both() -> None:
+    weight = torch.ones(3)
+    for name in ("a", "b"):
+        box = {"a": weight, "b": weight, "other": torch.ones(1)}
+        function = functools.partial(lambda x, a, b, other: x * a * b * other, **box)
+        watch = Watch(held(function))
+        assert watch._same() and watch.moved() == []
+        function.keywords[name] = weight.clone()
+        assert [words.split()[0] for words in watch.moved()] == [name]
+
+
+def test_a_tensor_resized_in_place_is_seen() -> None:
+    weight = torch.ones(4)
+    watch = Watch(held(lambda x: x * weight))
+    weight.requires_grad_()  # which does not matter
+    assert watch.moved() == []
+    weight.requires_grad_(False).resize_(2)
+    assert watch.moved() == ["weight had shape (4,) and has (2,)"]
+
+
+class Config:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+@on_devices
+@pytest.mark.parametrize("wrap", [lambda c: c, lambda c: [c], lambda c: {c: None}], ids=["plain", "list", "key"])
+def test_an_object_lives_as_long_as_its_capture(wrap: Any, device: str) -> None:
+    """Else the next one gets its id, and its graph."""
+    x = torch.ones(2, device=device)
+
+    def function(x: Tensor, c: Any) -> Tensor:
+        return x * (c if isinstance(c, Config) else next(iter(c))).scale
+
+    step = fk.Graph(function, most=2)
+    for scale in (2.0, 3.0, 4.0, 5.0):
+        assert step(x, wrap(Config(scale))).tolist() == [scale] * 2
+    assert [one.calls for one in step.report().captures] == [1, 1]
+    step = fk.Graph(function)
+    config = Config(2.0)
+    alive = weakref.ref(config)
+    step(x, c=wrap(config))
+    step(x, c=wrap(config))
+    assert [one.calls for one in step.report().captures] == [2]
+    del config
+    assert alive() is not None
+    step.clear()
+    assert alive() is None
+
+
+@dataclass
+class Scaled:
+    k: Tensor
+    scale: float
+
+
+@on_devices
+def test_a_number_in_a_dataclass_is_part_of_the_kind(device: str) -> None:
+    x = torch.ones(2, device=device)
+    one = Scaled(x * 2, 1.0)
+    step = fk.Graph(lambda x, one: x * one.k * one.scale)
+    for one.scale in (1.0, 3.0, 1.0):
+        assert step(x, one).tolist() == [2 * one.scale] * 2
+    assert [capture.calls for capture in step.report().captures] == [2, 1]
+
+
+class Doubling(nn.Module):
+    """Twice x where it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Identity())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (2 if self.inner[0].training else 1)
+
+
+@on_devices
+@pytest.mark.parametrize("kind", ["function", "closure", "method", "argument"])
+def test_training_or_not_is_part_of_the_kind(kind: str, device: str) -> None:
+    net, x = Doubling(), torch.ones(2, device=device)
+    step, arguments = {
+        "function": (fk.Graph(net), ()), "closure": (fk.Graph(lambda x: net(x)), ()),
+        "method": (fk.Graph(net.forward), ()), "argument": (fk.Graph(lambda x, net: net(x)), (net,)),
+    }[kind]  # fmt: skip
+    for training in (True, False, False, True, True):
+        net.inner[0].train(training)
+        assert step(x, *arguments).tolist() == [2 if training else 1] * 2
+    assert [one.calls for one in step.report().captures] == [3, 2]
+
+
+@on_devices
+def test_a_module_as_an_argument_is_watched(device: str) -> None:
+    net, x = nn.Linear(2, 2, device=device), torch.ones(2, device=device)
+    step = fk.Graph(lambda x, net: net(x))
+    assert torch.equal(step(x, net), net(x))
+    net.weight = nn.Parameter(torch.zeros(2, 2, device=device))
+    with pytest.raises(GraphError, match=r"net.weight was at"):
+        step(x, net)
+
+
+@on_devices
+def test_modules_that_come_later_are_found(device: str) -> None:
+    late, x = None, torch.ones(2, device=device)
+
+    def function(x: Tensor) -> Tensor:
+        return x * 1 if late is None else late(x)
+
+    step = fk.Graph(function)
+    step(x)
+    late = Doubling()
+    y = torch.ones(3, device=device)
+    assert step(y).tolist() == step(y).tolist() == [2] * 3
+    assert step(x).tolist() == [2] * 2  # not the capture of before
+    late.eval()
+    assert step(y).tolist() == [1] * 3
+    assert [one.calls for one in step.report().captures] == [1, 2, 1, 1]
+
+
+@on_devices
+def test_autocast_is_part_of_the_kind(device: str) -> None:
+    x, weight = torch.randn(4, 4, device=device), torch.randn(4, 4, device=device)
+    step, found = fk.Graph(lambda x: x @ weight), []
+    for dtype in (None, torch.bfloat16, torch.float16, None, torch.bfloat16):
+        with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
+            found.append(step(x).dtype)
+            torch.testing.assert_close(step(x), x @ weight)
+    assert found == [torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.bfloat16]
+    assert [one.calls for one in step.report().captures] == [4, 4, 2]
+
+
+@on_devices
+def test_the_modes_of_gradients_are_part_of_the_kind(device: str) -> None:
+    x = torch.ones(2, device=device)
+    step, modes = fk.Graph(lambda x: x + 1), (torch.no_grad, torch.inference_mode, torch.enable_grad)
+    for mode in modes * 2:
+        with mode():
+            got = step(x)
+            assert got.tolist() == [2] * 2 and got.is_inference() == (mode is torch.inference_mode)
+    assert [one.calls for one in step.report().captures] == [2, 2, 2]
+
+
+@on_devices
+def test_casts_are_not_kept_while_capturing(device: str) -> None:
+    weight, x = nn.Parameter(torch.ones(2, 2, device=device)), torch.ones(2, 2, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert (x @ weight).tolist() == [[2, 2]] * 2
+        weight.data.fill_(3)
+        with new_casts():
+            assert (x @ weight).tolist() == [[6, 6]] * 2
+        assert torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.gpu
+def test_a_captured_cast_follows_its_weight() -> None:
+    weight, x = nn.Parameter(torch.ones(64, 64, device="cuda")), torch.ones(64, 64, device="cuda")
+    step = fk.Graph(lambda x: x @ weight)
+    for value in (1.0, 2.0, 3.0):
+        weight.data.fill_(value)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert torch.equal(step(x), torch.full_like(x, 64 * value, dtype=torch.bfloat16))
+        torch.full((1 << 20,), 7.0, device="cuda")  # what a kept cast would have been freed to
+    assert [one.calls for one in step.report().captures] == [3]
 
 
 def test_what_a_function_holds_has_names() -> None:

@@ -170,6 +170,22 @@ def test_a_heat_map_has_a_cell_for_each_size_and_peer() -> None:
     assert [line for line, _ in lengths.lines] == ["72"]
 
 
+def test_head_dimensions_grow_whatever_the_order_of_the_file() -> None:
+    """As in a file of which a later run with --update measured more."""
+    results = measured("headdims")
+    late = [row for row in results.rows if row.case in ("d64-causal", "d72-full", "d72-causal")][::-1]
+    early = [row for row in results.rows if row not in late]
+    shuffled = Results(results.meta, [*measured("shapes").rows[::-1], *early, *late])
+    other = [case for _, case in measured("shapes").cases()][::-1]
+    ordered = report.in_order(shuffled)
+    assert [case for _, case in ordered.cases()] == [*other, *(case for _, case in results.cases())]
+    page = report.render(shuffled)
+    heat = page.split("Our speed over each peer's: attention headdims")[1].split("</table>")[0]
+    assert re.findall(r"<tr><td>(\d+)</td>", heat) == ["64", "72", "96", "128"]
+    bars = page.split("Against the best peer: attention headdims")[2].split("</figure>")[0]
+    assert list(dict.fromkeys(re.findall(r"d\d+-(?:full|causal)", bars))) == [case for _, case in results.cases()]
+
+
 def test_the_same_case_of_two_ops_is_two_cases() -> None:
     """attention and attention_backward have suites of the same names."""
     results = measured("headdims")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
-from flashkernels.bench.results import ResultsError, joined, read
+from flashkernels.bench.results import Results, ResultsError, joined, read
 from flashkernels.hardware import lookup
-from flashkernels.profiling import ceilings as module, drawing, roofline
+from flashkernels.profiling import ceilings as module, drawing, report, roofline
 from flashkernels.profiling.ceilings import Ceilings
 from flashkernels.profiling.drawing import Dot, Scene, Text, text_size
 from flashkernels.profiling.labels import Box, Label, place
@@ -22,7 +25,11 @@ CEILINGS = Ceilings("NVIDIA H200", "2026-11-15", "2.11", {"copy": 4.25e12, "read
 
 
 def committed() -> list[roofline.Point]:
-    return roofline.points_of(joined([(path, read(path)) for path in sorted(RESULTS.glob("attention-*.json"))]))
+    return roofline.points_of(results("attention-*"))
+
+
+def results(files: str) -> Results:
+    return joined([(path, read(path)) for path in sorted(RESULTS.glob(f"{files}.json"))])
 
 
 def test_the_roof_is_the_lower_of_memory_and_compute() -> None:
@@ -117,7 +124,70 @@ def test_a_picture_without_a_page_has_a_title_and_all_colours() -> None:
     assert {mark.text for mark in below} == {point.impl for point in points} | {roofline.STUDY}
     assert all(mark.x + text_size(mark.text)[0] <= whole.width and mark.y < whole.height for mark in below)
     assert "Roofline of NVIDIA H200" in [mark.text for mark in whole.marks if isinstance(mark, Text)]
-    assert len(set(roofline.colours_of([*points, *roofline.study()]).values())) == len(below)
+    assert len(set(roofline.styles_of([*points, *roofline.study()]).values())) == len(below)
+
+
+def test_no_two_contestants_of_the_committed_results_look_alike() -> None:
+    every = results("*")
+    styles = roofline.styles_of([*roofline.points_of(every), *roofline.study()])
+    assert len(styles) >= 13 and len(set(styles.values())) == len(styles)
+    assert {style.shape for style in styles.values()} == {"circle"}
+    assert len(every.impls()) <= drawing.COLOURS  # curves have colours only
+
+
+def test_more_contestants_than_colours_have_other_shapes(tmp_path: Path) -> None:
+    points = [roofline.Point(100.0 + i, 1e14, f"impl{i}", "suite x", i > 2, "bf16", 1e-3) for i in range(30)]
+    styles = roofline.styles_of([*points, *roofline.study()])
+    assert len(set(styles.values())) == 31 and {style.shape for style in styles.values()} == set(drawing.SHAPES)
+    roofs = [roofline.datasheet(H200, ["bf16"])]
+    scene = roofline.draw(roofs, points)
+    shapes = {mark.group: mark.shape for mark in scene.marks if isinstance(mark, Dot)}
+    assert shapes == {impl: style.shape for impl, style in styles.items()}
+    text = drawing.svg(scene, "picture")
+    assert text.count("<rect ") == text.count("</rect>") == 13 and text.count("<polygon ") == 4
+    whole = roofline.with_legend(scene, points, "Roofline")
+    below = [mark for mark in whole.marks if isinstance(mark, Dot) and mark.y > scene.height]
+    assert [(mark.colour, mark.shape) for mark in below] == list(styles.values())
+    drawing.png(whole, tmp_path / "roof.png")
+    page = report.render_roofline(roofs, points, "Roofline")
+    assert page.count('data-shape="square"') == 13 and page.count('data-shape="diamond"') == 4
+
+
+def linear(colour: str) -> list[float]:
+    shares = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in shares]
+
+
+def contrast(one: str, other: str) -> float:
+    """By WCAG 2, from 1 to 21."""
+    low, high = sorted(sum(w * x for w, x in zip((0.2126, 0.7152, 0.0722), linear(c), strict=True))
+                       for c in (one, other))  # fmt: skip
+    return (high + 0.05) / (low + 0.05)
+
+
+def oklab(colour: str) -> tuple[float, float, float]:
+    """A space in which equal distances look alike; black and white are 1 apart."""
+    r, g, b = linear(colour)
+    long = (0.4122214708 * r + 0.5363325363 * g + 0.0514459929 * b) ** (1 / 3)
+    middle = (0.2119034982 * r + 0.6806995451 * g + 0.1073969566 * b) ** (1 / 3)
+    short = (0.0883024619 * r + 0.2817188376 * g + 0.6299787005 * b) ** (1 / 3)
+    return (
+        0.2104542553 * long + 0.7936177850 * middle - 0.0040720468 * short,
+        1.9779984951 * long - 2.4285922050 * middle + 0.4505937099 * short,
+        0.0259040371 * long + 0.7827717662 * middle - 0.8086757660 * short,
+    )
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_colours_are_told_from_the_page_and_from_each_other(dark: bool) -> None:
+    style = (Path(drawing.__file__).parent / "page" / "style.css").read_text()
+    found = dict(re.findall(r"--(\w+): (#\w{6})", style.split("@media")[1 if dark else 0]))
+    names = [f"c{i:x}" for i in range(drawing.COLOURS)]
+    assert all(contrast(found[name], found["card"]) >= 3 for name in names)
+    near = {(a, b): math.dist(oklab(found[a]), oklab(found[b])) for a, b in itertools.combinations(names, 2)}
+    assert min(near.values()) > 0.07, min(near, key=lambda pair: near[pair])
+    if not dark:
+        assert {name: found[name] for name in drawing.PALETTE} == drawing.PALETTE
 
 
 @pytest.mark.parametrize("measured", [None, CEILINGS], ids=["datasheet", "measured"])

@@ -34,7 +34,7 @@ from flashkernels.attention.validation import (
     check_pages,
     described,
 )
-from flashkernels.dispatch import Impl, UnsupportedError, lacks_triton, leaves_the_cpu, select
+from flashkernels.dispatch import Impl, UnsupportedError, lacks_triton, leaves_the_cpu, serving
 from flashkernels.hardware import GPUS, Gpu
 from flashkernels.jit.eager import Plans, followed_only
 from flashkernels.tiling import Tile, TilingError, override
@@ -297,7 +297,7 @@ def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Callable[[tupl
         _problem(given, max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, dropout_p), given
     )
     gpu = hardware.detect(given.q.device) if problem.device == "cuda" else None
-    run = select(IMPLS, problem, gpu, impl).load().plan(problem, gpu, given)
+    run = serving(IMPLS, problem, gpu, impl).plan(problem, gpu, given)
     scale = problem.head_dim**-0.5 if softmax_scale is None else softmax_scale
     ends_known = problem.varlen and problem.device != "cuda"  # reading them would wait for a GPU
 
@@ -502,7 +502,7 @@ def _plan_backward(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Calla
     call = _addressed(call, first)
     problem = BackwardProblem(call, names, impl, saved=given.lse is not None, deterministic=deterministic)
     gpu = hardware.detect(first.q.device) if first.q.is_cuda else None
-    run = select(BACKWARD_IMPLS, problem, gpu).load().plan(problem, gpu, first, given)
+    run = serving(BACKWARD_IMPLS, problem, gpu).plan(problem, gpu, first, given)
 
     def differentiated(tensors: tuple[Any, ...]) -> Gradients:
         grads: Gradients = run(Tensors(*tensors[:inputs]), Given(*tensors[inputs:]), softmax_scale, softcap)

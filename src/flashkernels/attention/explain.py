@@ -14,6 +14,7 @@ from flashkernels.dispatch import Explanation as Base, select, verdicts
 from flashkernels.hardware import Gpu
 from flashkernels.tiling import Choice, override, waste
 
+RAGGED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")  # that follow q, k and v
 WORDS = {  # for the flags of a HopperTile
     "pingpong": "warpgroups take turns on the tensor cores",
     "q_in_registers": "Q in registers",
@@ -70,16 +71,16 @@ class Explanation(Base):
 
     @property
     def predicted(self) -> float | None:
-        """Seconds by the cost model of the kernel that serves; None where it has none."""
+        """Seconds by the cost model of the kernel that serves, and not below the roofline; None where it has none."""
         if self.hopper:
-            return self.hopper.seconds
-        return self.chosen.best.cost if self.chosen and self.chosen.best else None
+            return max(self.hopper.seconds, self.floor or 0)
+        return max(self.chosen.best.cost, self.floor or 0) if self.chosen and self.chosen.best else None
 
     def title(self) -> str:
         return title_of(self.problem)
 
     def tiling(self) -> list[str]:
-        compared = [_line(choice, self.problem, choice is self.chosen) for choice in self.choices]
+        compared = [_line(choice, self.problem, choice is self.chosen, self.floor or 0) for choice in self.choices]
         if self.hopper:
             own = [f"tile: {self.hopper.tile.name}", *_lines(self.hopper, self.problem)]
             return [*own, "strategies of the Triton kernel:", *compared] if compared else own
@@ -99,9 +100,9 @@ def explain(op: str, *tensors: Any, gpu: str | Gpu | None = None, **arguments: A
     """Why a call would run as it would, without running it.
 
     Args:
-        op: "attention".
-        tensors: q, k, v of the call, with the call's other arguments as keywords; or none, and the keyword `problem`,
-            an `AttentionProblem`.
+        op: "attention" or "attention_varlen".
+        tensors: q, k, v of the call (of a ragged batch also both cu_seqlens and the lengths), with the call's other
+            arguments as keywords; or none, and the keyword `problem`, an `AttentionProblem`.
         gpu: a GPU or its short name ("h200"), present or not; default: the one the tensors are on, else this
             machine's.
 
@@ -115,14 +116,17 @@ def explain(op: str, *tensors: Any, gpu: str | Gpu | None = None, **arguments: A
     >>> portable.chosen.best.tile.parts
     (64, 16)
     """
-    if op != "attention":
-        raise ValueError(f"op={op!r} is not one of 'attention'")
+    if op not in ("attention", "attention_varlen"):
+        raise ValueError(f"op={op!r} is not one of 'attention', 'attention_varlen'")
     from flashkernels.attention.api import IMPLS, problem_of  # the table needs torch, the rest of this file does not
 
     impl = arguments.pop("impl", "auto")
     problem = arguments.pop("problem", None)
     if problem is None:
-        problem = problem_of(*tensors, **arguments)
+        given = tensors
+        if op == "attention_varlen":
+            given, arguments = tensors[:3], dict(zip(RAGGED, tensors[3:], strict=False)) | arguments
+        problem = problem_of(*given, **arguments)
     elif tensors or arguments:
         raise ValueError("explain takes either tensors with their arguments or a problem")
     if gpu is not None:
@@ -188,7 +192,7 @@ def _lines(launch: HopperLaunch, problem: AttentionProblem) -> list[str]:
     ]
 
 
-def _line(choice: Choice, problem: AttentionProblem, chosen: bool) -> str:
+def _line(choice: Choice, problem: AttentionProblem, chosen: bool, floor: float) -> str:
     if choice.best is None:
         return f"    {choice.strategy:9} {choice.reason}"
     tile, need = choice.best.tile, choice.best.footprint
@@ -197,5 +201,5 @@ def _line(choice: Choice, problem: AttentionProblem, chosen: bool) -> str:
     return (
         f"  {'>' if chosen else ' '} {choice.strategy:9} {parts:9} {tile.block_m}x{tile.block_n}  waste {lost:.2%}"
         f"  {need.shared / 1024:.0f} KiB shared  ~{need.registers} registers  {need.blocks_per_sm} blocks/SM"
-        f"  {choice.best.cost * 1e6:.0f} µs"
+        f"  {max(choice.best.cost, floor) * 1e6:.0f} µs"
     )

@@ -78,7 +78,8 @@ def _rounded(x: Tensor, per_block: bool) -> tuple[Tensor, Tensor]:
 
 
 def rotated(x: Tensor, seed: int = 0) -> Tensor:
-    """x (..., D) times a random orthogonal matrix: random signs, then Hadamard transforms of the power of two in D."""
+    """x (..., D) times a random orthogonal matrix, in fp32: random signs, then Hadamard transforms of the power of two
+    in D. Numbers may grow by the root of that."""
     dim = x.shape[-1]
     size = dim & -dim
     if size < 16:
@@ -89,4 +90,4 @@ def rotated(x: Tensor, seed: int = 0) -> Tensor:
     for step in (1 << i for i in range(size.bit_length() - 1)):
         pairs = turned.unflatten(-1, (size // (2 * step), 2, step))
         turned = torch.stack((pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]), -2).flatten(-3)
-    return (turned.flatten(-2) / math.sqrt(size)).to(x.dtype)
+    return turned.flatten(-2) / math.sqrt(size)

@@ -15,6 +15,7 @@ DTYPES = {
     torch.float64: "fp64",
 }  # fmt: skip
 LAYOUTS = ("bshd", "bhsd")
+MOST = 2.0**127  # of a number that kernels take in fp32, times log2(e)
 SCALED_ROWS = 128  # rows of FP8 that share a scale, where a head has more than one
 
 
@@ -58,7 +59,7 @@ def described(
     return AttentionProblem(
         batch=batch, seq_q=seq_q, seq_k=seq_k, heads=heads, kv_heads=kv_heads,
         head_dim=q.shape[-1], head_dim_v=v.shape[-1], dtype=DTYPES[q.dtype], causal=causal, window=window,
-        softcap=softcap != 0, positive_scale=softmax_scale is None or softmax_scale > 0,
+        softcap=softcap != 0, positive_scale=is_positive(softmax_scale),
         alibi=alibi_slopes is not None, sinks=sinks is not None,
         mask=None if mask is None else "bool" if mask.dtype == torch.bool else "float",
         varlen=varlen, total_q=q.shape[0] if varlen else 0,
@@ -176,6 +177,11 @@ def check_flag(name: str, value: bool) -> None:
         raise TypeError(f"{name}={value!r} must be a bool, got {type(value).__name__}")
 
 
+def is_positive(softmax_scale: float | None) -> bool:
+    """Whether fp32 has it as a number above 0, and not below its smallest normal one: -inf times 0 would be NaN."""
+    return softmax_scale is None or softmax_scale > 2.0**-126
+
+
 def check_numbers(causal: bool, softmax_scale: float | None, window: tuple[int, int], softcap: float) -> None:
     check_flag("causal", causal)
     for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
@@ -185,8 +191,12 @@ def check_numbers(causal: bool, softmax_scale: float | None, window: tuple[int, 
             raise TypeError(f"{name}={value!r} must be a float, got {type(value).__name__}")
         if isinstance(value, (int, float)) and not -math.inf < value < math.inf:
             raise ValueError(f"{name}={value} must be finite")
+        if isinstance(value, (int, float)) and abs(value) > MOST:
+            raise ValueError(f"{name}={value} is too large for fp32; at most {MOST:g}")
     if softcap < 0:
         raise ValueError(f"softcap={softcap} must not be negative; 0 turns it off")
+    if isinstance(softcap, (int, float)) and 0 < softcap * MOST < abs(softmax_scale or 1.0):
+        raise ValueError(f"softcap={softcap} is too small: softmax_scale={softmax_scale} over it does not fit fp32")
     if not isinstance(window, tuple):
         raise TypeError(f"window={window!r} must be a pair (left, right), got {type(window).__name__}")
     if len(window) != 2:

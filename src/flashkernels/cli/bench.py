@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from flashkernels.bench.results import Results, Row
 
 WIDTH = 160  # columns of the table where the output is a file or a pipe
+DRAWS, QUICK_DRAWS = (64, 1024), (8, 256)  # of --accuracy: how many, and keys of each
 
 
 def bench(
@@ -46,7 +47,11 @@ def bench(
     impls: Annotated[str, typer.Option(help="Of ours only these: 'hopper,triton'. By default all that serve.")] = "",
     device: Annotated[Literal["cuda", "cpu"] | None, typer.Option(help="By default cuda where there is one.")] = None,
     accuracy: Annotated[
-        bool, typer.Option("--accuracy", help="Of decode: only print how far each format of the cache is from bf16.")
+        bool,
+        typer.Option(
+            "--accuracy",
+            help="Of decode: only print how far each format of the cache is from bf16; --quick takes fewer draws.",
+        ),
     ] = False,
     against: Annotated[Path | None, typer.Option(help="Earlier results (JSON): print what changed.")] = None,
     fail_below: Annotated[
@@ -64,10 +69,12 @@ def bench(
 
     from flashkernels.bench import accuracy as of_fp8, against as earlier, results as files
     from flashkernels.bench.peers import choose
-    from flashkernels.bench.suites import FIRST, only, suite as load
+    from flashkernels.bench.suites import FIRST, OPS, only, suite as load
     from flashkernels.hardware import detect
     from flashkernels.profiling import report
 
+    if op not in (*OPS, "launch"):
+        raise ValueError(f"op={op!r} is not one of {', '.join(map(repr, (*OPS, 'launch')))}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if op == "launch":
         _launch(device, json)
@@ -75,7 +82,7 @@ def bench(
     if accuracy:
         if op != "decode":
             raise ValueError(f"accuracy=True is for decode, not {op!r}")
-        Console(width=None if Console().is_terminal else WIDTH).print(_accuracy(device))
+        Console(width=None if Console().is_terminal else WIDTH).print(_accuracy(device, quick=quick))
         return
     if device == "cpu" and not quick:
         raise ValueError("no CUDA device was found or chosen: pass --quick to run tiny sizes on the CPU")
@@ -253,12 +260,23 @@ def notes(results: Results) -> list[str]:
     return lines
 
 
-def _accuracy(device: str) -> Table:
+def _accuracy(device: str, *, quick: bool) -> Table:
     """One line a format of the cache: its error in the output and in the attention probabilities, by distribution."""
+    import torch
+
     from flashkernels.bench.decode import accuracy
 
-    found = accuracy(device)
-    title = "error against a bf16 cache, relative, by norm: of the output, of the probabilities"
+    if quick and device == "cpu":
+        torch.set_num_threads(1)
+    draws, keys = QUICK_DRAWS if quick else DRAWS
+    told = f"{draws} draws of {keys} keys"
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        progress.add_task(told, total=None)  # the bar moves, and does not say how far it is
+        found = accuracy(device, draws=draws, keys=keys)
+    less = f" ({DRAWS[0]} of {DRAWS[1]} without --quick)" if quick else ""
+    title = f"error against a bf16 cache, relative, by norm: of the output, of the probabilities\n{told}{less}"
     grid = Table(title=title, title_justify="left")
     grid.add_column("format")
     for name in found:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from flashkernels.bench.results import Results
     from flashkernels.profiling.calibration import Summary
 
 WIDTH = 160  # columns of the table where the output is a file or a pipe
@@ -32,17 +33,17 @@ def report(
 
     It needs nothing from the network.
     """
-    from flashkernels.bench.results import Results, joined, read, write
+    from flashkernels.bench.results import Results, joined, write
     from flashkernels.profiling import calibration, ceilings as roofs, report as page
     from flashkernels.profiling.profiled import holds_profile, read_profile
 
     page.require_extra()
     profiles = [read_profile(path) for path in results if holds_profile(_there(path))]
-    timed = [(path, read(path)) for path in results if not holds_profile(path)]
+    timed = [(path, _read(path)) for path in results if not holds_profile(path)]
     if against and not timed:
         raise ValueError("against= compares results of `flashkernels bench`, of which none was given")
     new = joined(timed) if timed else Results({"gpu": None, "date": "", "commit": None})
-    old = joined([(path, read(_there(path))) for path in against]) if against else None
+    old = joined([(path, _read(_there(path))) for path in against]) if against else None
     device = str(new.meta["gpu"] or new.meta.get("cpu"))
     measured = roofs.read(_there(ceilings)) if ceilings else roofs.kept(device)
     if measured and measured.device != device:
@@ -69,6 +70,15 @@ def _calibration(summaries: list[Summary]) -> Table:
         worst = f"{one.worst.error:+.0%} ({one.worst.row.case})"
         grid.add_row(one.impl, one.suite, f"{one.near} of {len(one.predictions)}", f"{one.typical:.1%}", worst)
     return grid
+
+
+def _read(path: Path) -> Results:
+    from flashkernels.bench.results import ResultsError, read
+    from flashkernels.profiling.profiled import holds_launch_costs
+
+    if holds_launch_costs(path):
+        raise ResultsError(f"{path} is a file of `flashkernels bench launch`, which the report does not show")
+    return read(path)
 
 
 def _there(path: Path) -> Path:

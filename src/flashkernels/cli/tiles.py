@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def tiles(
     gpu: Annotated[str, typer.Option(help="GPUs by short name, separated by commas, or 'all'")] = "h200",
     compile_: Annotated[bool, typer.Option("--compile", help="compile and check the tiles (no GPU needed)")] = False,
-    sample: Annotated[int, typer.Option(help="only every N-th tile")] = 1,
+    sample: Annotated[int, typer.Option(help="list or compile only 1 in N: with 5, every 5th tile")] = 1,
 ) -> None:
     """List the tiles of the Triton attention forward and variants of the Hopper one; with --compile, check that each
     one fits and is compiled as it should be."""
@@ -39,7 +39,8 @@ def tiles(
         listed = list(every_tile(one))[::sample]
         console.print(f"{one.name}: {len(listed)} tiles")
         for tile, problem in track(listed, "compiling", disable=not compile_):
-            what = f"  {tile.name} {problem.dtype} D={problem.head_dim} mask={problem.mask}"
+            softcap = " softcap" if problem.softcap else ""
+            what = f"  {tile.name} {problem.dtype} D={problem.head_dim} mask={problem.mask}{softcap}"
             if not compile_:
                 typer.echo(what)
                 continue

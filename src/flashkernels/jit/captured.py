@@ -1,17 +1,20 @@
-"""The tensors that a function uses without taking them as arguments: those a CUDA graph has the addresses of."""
+"""What a function uses without taking it as an argument: tensors, which a CUDA graph has the addresses of, and modules,
+which train or not."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from flashkernels.jit.eager import guards, plain
 
 
 @dataclass(frozen=True)
@@ -22,30 +25,91 @@ class Held:
     get: Callable[[], Any]
     tensor: Tensor  # kept: its memory must not go to another
     address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
     def moved(self) -> str:
         """How it is another tensor now, or nothing."""
         now = self.get()
         if not isinstance(now, Tensor):
             return f"{self.name} is no tensor any more, but {type(now).__name__}"
+        words = []
         if now.data_ptr() != self.address:
-            return f"{self.name} was at {self.address:#x} and is at {now.data_ptr():#x}"
-        return ""
+            words.append(f"was at {self.address:#x} and is at {now.data_ptr():#x}")
+        if now.shape != self.shape:
+            words.append(f"had shape {tuple(self.shape)} and has {tuple(now.shape)}")
+        if now.stride() != self.stride:
+            words.append(f"had strides {self.stride} and has {now.stride()}")
+        if now.dtype != self.dtype:
+            words.append(f"was {self.dtype} and is {now.dtype}")
+        return f"{self.name} {', '.join(words)}" if words else ""
 
 
-def held(function: Any) -> list[Held]:
+class Watch:
+    """Held tensors, compared all at once: each for itself takes three times as long."""
+
+    def __init__(self, tensors: Sequence[Held] = ()) -> None:
+        self.tensors = tensors
+        first: dict[int, Held] = {}
+        for x in tensors:
+            first.setdefault(id(x.tensor), x)
+        self.twins = [(x, y) for x in tensors if (y := first[id(x.tensor)]) is not x]  # one tensor in two places
+        self.each = [*first.values()]
+        self.addresses = [x.address for x in self.each]
+        found = tuple([x.tensor for x in self.each])
+        self.alike = guards(found) if found and plain(found) else None
+
+    def moved(self) -> list[str]:
+        """How each that is another tensor now has changed."""
+        return [] if self._same() else [words for x in self.tensors if (words := x.moved())]
+
+    def _same(self) -> bool:
+        """Whether nothing has changed. False, too, where only a tensor by itself can tell."""
+        if self.alike is None or not all(x.get() is y.get() for x, y in self.twins):
+            return False
+        now = [x.get() for x in self.each]
+        return self.alike(*now) and [x.data_ptr() for x in now] == self.addresses
+
+
+class Modes:
+    """The modules that a function holds; which of them train is part of the kind of a call, as are they themselves."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module] = ()) -> None:
+        self.modules = modules
+
+    def now(self) -> tuple[bool, ...]:
+        return tuple(map(TRAINING, self.modules))
+
+    def of(self, function: Any) -> Modes:
+        """Those that `function` holds now: this, if they are the same."""
+        found = modules(function)
+        return self if [*map(id, found)] == [*map(id, self.modules)] else Modes(found)
+
+
+TRAINING = operator.attrgetter("training")
+
+
+def held(function: Any, name: str = "") -> list[Held]:
     """The tensors that `function` reaches through its closure, globals, defaults, partial arguments or object; of a
     module, its parameters and buffers. What it reaches through anything else is not found."""
-    found = {id(tensor): (name, get, tensor) for name, get, tensor in _walk(function, "")}
-    return [Held(name, get, tensor, tensor.data_ptr()) for name, get, tensor in found.values()]
+    found = {(place, id(x)): (place, get, x) for place, get, x in _walk(function, name) if isinstance(x, Tensor)}
+    return [Held(place, get, x, x.data_ptr(), x.shape, x.stride(), x.dtype) for place, get, x in found.values()]
 
 
-Found = tuple[str, Callable[[], Any], Tensor]
+def modules(function: Any) -> list[torch.nn.Module]:
+    """The modules that `function` reaches in the same ways, and those inside them."""
+    found = {id(x): x for _, _, x in _walk(function, "") if isinstance(x, torch.nn.Module)}
+    return [*found.values()]
+
+
+Found = tuple[str, Callable[[], Any], Tensor | torch.nn.Module]
 
 
 def _walk(x: Any, name: str) -> Iterator[Found]:
     if isinstance(x, torch.nn.Module):
         for prefix, module in x.named_modules(prefix=name):
+            yield prefix, functools.partial(_itself, module), module
             for place in (module._parameters, module._buffers):
                 yield from _items(place, f"{prefix}." if prefix else "", deep=False)
     elif isinstance(x, functools.partial):
@@ -93,6 +157,10 @@ def _place(name: str, get: Callable[[], Any], deep: bool = True) -> Iterator[Fou
         for key, x in list(value.items()):
             if isinstance(x, Tensor):
                 yield f"{name}[{key!r}]", functools.partial(_inside, get, key), x
+
+
+def _itself(x: Any) -> Any:
+    return x
 
 
 def _inside(get: Callable[[], Any], key: Any) -> Any:

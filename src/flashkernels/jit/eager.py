@@ -33,7 +33,9 @@ def watched() -> Iterator[None]:
 
 def unwatched(tensors: Iterable[Tensor | None]) -> bool:
     """Whether these are plain dense tensors that neither compile, autograd, a dispatch mode, a transform nor a profiler
-    follows."""
+    follows. Raises where one has a tangent."""
+    if not is_compiling() and forward_ad._current_level >= 0:
+        refuse_tangents(tensors)
     return alone() and plain(tensors) and not (torch.is_grad_enabled() and tracked(tensors))
 
 

@@ -14,16 +14,17 @@ import functools
 import inspect
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashkernels.jit.captured import Held, held
+from flashkernels.jit.captured import Modes, Watch, held
 
 KERNEL_NODE = 0  # CU_GRAPH_NODE_TYPE_KERNEL
+PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, type(None))  # their repr is all there is to them
 
 
 class GraphError(RuntimeError):
@@ -39,8 +40,9 @@ class Capture:
     inputs: list[Tensor]
     outputs: Any = None
     graph: Any = None  # None on the CPU
-    held: list[Held] = field(default_factory=list)
+    watch: Watch = field(default_factory=Watch)
     fixed: list[Tensor] = field(default_factory=list)  # static arguments
+    kept: Any = None  # the other arguments: the key has ids, which must not go to others
     launches: int = 0  # kernels in it
     calls: int = 0
     eager_ms: float = 0.0
@@ -69,7 +71,8 @@ class Report:
 
 
 class Graph:
-    """`function` as CUDA graphs, one for each kind of call: shapes, dtypes, devices and all that is no tensor.
+    """`function` as CUDA graphs, one for each kind of call: shapes, dtypes, devices, all that is no tensor, the modes
+    of autocast, gradients and inference, and which modules train of those that `function` holds.
 
     Args:
         function: takes and returns tensors, numbers, and tuples, lists and dicts of them. It may use anything on the
@@ -87,7 +90,9 @@ class Graph:
         most: kinds of calls that are kept; the oldest is forgotten first.
 
     On the CPU there is nothing to capture: the function runs on the same buffers, with the same padding and checks.
-    Calls from several streams wait for one another. There are no gradients.
+    Calls from several streams wait for one another. There are no gradients. An object among the arguments makes a kind
+    of call of its own and lives as long as its capture. What else decides what `function` does, such as a number in its
+    closure or another setting of torch, stays as it was at the capture.
 
     >>> import torch, flashkernels as fk
     >>> step = fk.Graph(lambda x: x * 2, batch=("x",), buckets=(4, 8))
@@ -117,6 +122,7 @@ class Graph:
         if unknown and not self.rest:
             raise ValueError(f"{sorted(unknown)} are no arguments of {self.name}: it has {', '.join(self.names)}")
         self.captures: dict[tuple[Any, ...], Capture] = {}
+        self.modes = Modes()  # as the latest capture found them
         self.lock = threading.RLock()
         self.last: Any = None  # event after the latest replay
         self.stream: Any = None  # of it
@@ -141,7 +147,7 @@ class Graph:
     def _replayed(self, call: Arguments, cuda: bool) -> Any:
         if cuda:
             self._wait()
-        one = self.captures.get(call.key)
+        one = self.captures.get(self._key(call, cuda))
         if one is None:
             one = self._capture(call, cuda)
         else:
@@ -166,14 +172,24 @@ class Graph:
         return out
 
     def _capture(self, call: Arguments, cuda: bool) -> Capture:
-        one = Capture(call.key, call.buffers(), fixed=call.fixed)
+        one = Capture((), call.buffers(), fixed=call.fixed, kept=(call.parts, call.named))
         if cuda:
             self._record(one, call)
-        one.held = held(self.function)
+        inside = [x for label, module in call.modules for x in held(module, label)]
+        one.watch = Watch([*held(self.function), *inside])
+        self.modes = self.modes.of(self.function)
+        one.key = self._key(call, cuda)
         while len(self.captures) >= self.most:
             self.captures.pop(next(iter(self.captures)))
-        self.captures[call.key] = one
+        self.captures[one.key] = one
         return one
+
+    def _key(self, call: Arguments, cuda: bool) -> tuple[Any, ...]:
+        """The kind of a call: its arguments, and the state beside them that decides what the function does."""
+        kind = "cuda" if cuda else "cpu"
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return *call.key, autocast, grad, self.modes, self.modes.now()
 
     def _called(self, one: Capture, call: Arguments) -> Any:
         """The function on the buffers, not captured. The first time, they must come out of it as they went in."""
@@ -187,27 +203,27 @@ class Graph:
         one.eager_ms = (time.perf_counter() - start) * 1e3
         for label, x, old in zip(call.labels, one.inputs, before, strict=False):
             if not _same(x, old):
-                self.captures.pop(call.key, None)
+                self.captures.pop(one.key, None)
                 raise GraphError(f"{self.name} changes its argument {label} in place: name it in static=")
         return outputs
 
     def _record(self, one: Capture, call: Arguments) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side), new_casts():
             for _ in range(self.warmup):
                 self._called(one, call)
         torch.cuda.current_stream().wait_stream(side)
         arguments, keywords = call.rebuilt(one.inputs)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.graph(graph, pool=self.pool, stream=side):
+        with torch.cuda.graph(graph, pool=self.pool, stream=side), new_casts():
             one.outputs = self.function(*arguments, **keywords)
         one.launches = kernels_in(graph.raw_cuda_graph())
         graph.instantiate()
         one.graph, self.pool = graph, graph.pool()
 
     def _check(self, one: Capture, call: Arguments) -> None:
-        moved = [words for x in one.held if (words := x.moved())]
+        moved = one.watch.moved()
         for label, old, new in zip(call.fixed_labels, one.fixed, call.fixed, strict=True):
             if new.data_ptr() != old.data_ptr():
                 moved.append(f"{label} was at {old.data_ptr():#x} and is at {new.data_ptr():#x}")
@@ -259,6 +275,7 @@ class Arguments:
         self.padded: list[bool] = []
         self.fixed: list[Tensor] = []  # used where they are
         self.fixed_labels: list[str] = []
+        self.modules: list[tuple[str, torch.nn.Module]] = []
         self.owner = owner
         named = [(owner.names[i] if i < len(owner.names) else f"{owner.rest}[{i}]", x) for i, x in enumerate(arguments)]
         parts = [self._part(name, x, name in owner.batch, name in owner.static) for name, x in named]
@@ -299,14 +316,18 @@ class Arguments:
         if isinstance(x, dict):
             return Made(dict, {key: self._part(f"{label}[{key!r}]", y, padded, static) for key, y in x.items()})
         if dataclasses.is_dataclass(x) and not isinstance(x, type):
+            values = {}
             for one in dataclasses.fields(x):
                 if isinstance(value := getattr(x, one.name), Tensor):
                     self.fixed.append(value)
                     self.fixed_labels.append(f"{label}.{one.name}")
-            return Opaque(x)
-        if x is None or isinstance(x, (int, float, complex, str, bytes, torch.dtype, torch.device)):
-            return x
-        return Opaque(x)
+                elif isinstance(value, PLAIN):
+                    values[one.name] = value
+            return Opaque(x, values)
+        if isinstance(x, torch.nn.Module):
+            self.modules.append((label, x))
+            return Opaque(x, [module.training for module in x.modules()])
+        return x if isinstance(x, PLAIN) else Opaque(x)
 
     def _bucket(self) -> tuple[int, int]:
         """The batch, and the bucket it goes to; 0 where nothing is padded."""
@@ -384,13 +405,26 @@ class Made:
 
 
 class Opaque:
-    """An argument that is neither tensor nor number: the same object each time, or another kind of call."""
+    """An argument that is neither tensor nor number: the same object each time, or another kind of call. So it is with
+    other `values` inside."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def __init__(self, value: Any, values: Any = ()) -> None:
+        self.value, self.values = value, values
 
     def __repr__(self) -> str:
-        return f"{type(self.value).__name__} at {id(self.value):#x}"
+        return f"{type(self.value).__name__} at {id(self.value):#x} {self.values}"
+
+
+@contextlib.contextmanager
+def new_casts() -> Iterator[None]:
+    """Autocast casts weights each time: one that it keeps is freed with its scope, and a graph would have its address.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def kernels_in(graph: int) -> int:

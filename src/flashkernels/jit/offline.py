@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -50,7 +51,8 @@ def compile_for(
     signature = {name: types.get(name, "constexpr") for name in names}
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, signature, constants, attrs)
-    compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options=options)
+    given = {"enable_fp_fusion": knobs.language.default_fp_fusion, **options}  # as a launch says it
+    compiled = triton.compile(source, target=GPUTarget("cuda", cc, 32), options=given)
     return resources(compiled.asm["cubin"], compiled.metadata.shared, compiled.metadata.tmem_size or 0)
 
 

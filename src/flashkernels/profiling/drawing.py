@@ -14,8 +14,10 @@ PALETTE = {
     "ink": "#1d2129", "quiet": "#626b78", "grid": "#e3e5e8", "card": "#ffffff", "c0": "#1f5fd6", "c1": "#d9480f",
     "c2": "#0c8599", "c3": "#6741d9", "c4": "#c2255c", "c5": "#5c940d", "c6": "#a87400", "c7": "#495057",
     "c8": "#087f5b", "c9": "#9c36b5", "ca": "#862e2e", "cb": "#2b3a67",
+    "cc": "#d000d0", "cd": "#006400",
 }  # fmt: skip
-COLOURS = 12  # c0 to cb
+COLOURS = 14  # c0 to cd, of 16 that one letter counts
+SHAPES = {"circle": "o", "square": "s", "diamond": "D"}  # of dots, with matplotlib's names
 FONT = 12.0  # pixels
 DPI = 150
 
@@ -37,6 +39,7 @@ class Dot:
     title: str  # what a reader sees who points at it
     radius: float = 3.5
     group: str = ""
+    shape: str = "circle"  # one of SHAPES
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,21 @@ def _element(mark: Line | Dot | Text) -> str:
         return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{mark.width:g}"{dash}{group}/>'
     if isinstance(mark, Dot):
         title = escape(mark.title)
-        place = f'cx="{mark.x:.1f}" cy="{mark.y:.1f}" r="{mark.radius:g}"'
-        return f'<circle {place} fill="{colour}" data-tip="{title}"{group}><title>{title}</title></circle>'
+        tag, place = _outline(mark)
+        return f'<{tag} {place} fill="{colour}" data-tip="{title}"{group}><title>{title}</title></{tag}>'
     turn = "" if mark.upright else f' transform="rotate(-90 {mark.x:.1f} {mark.y:.1f})"'
     place = f'x="{mark.x:.1f}" y="{mark.y:.1f}" font-size="{mark.size:g}" text-anchor="{mark.anchor}"'
     return f'<text {place} fill="{colour}"{turn}{group}>{escape(mark.text)}</text>'
+
+
+def _outline(dot: Dot) -> tuple[str, str]:
+    """The element of a dot and its place; all shapes are as wide as the circle."""
+    x, y, r = dot.x, dot.y, dot.radius
+    if dot.shape == "circle":
+        return "circle", f'cx="{x:.1f}" cy="{y:.1f}" r="{r:g}"'
+    if dot.shape == "square":
+        return "rect", f'x="{x - r:.1f}" y="{y - r:.1f}" width="{2 * r:g}" height="{2 * r:g}"'
+    return "polygon", f'points="{x:.1f},{y - r:.1f} {x + r:.1f},{y:.1f} {x:.1f},{y + r:.1f} {x - r:.1f},{y:.1f}"'
 
 
 def png(scene: Scene, path: Path) -> None:
@@ -117,7 +130,8 @@ def png(scene: Scene, path: Path) -> None:
             style = (0, tuple(float(n) for n in mark.dash.split())) if mark.dash else "solid"
             axes.plot(xs, ys, color=colour, linewidth=points * mark.width, linestyle=style)
         elif isinstance(mark, Dot):
-            axes.plot(mark.x, mark.y, "o", color=colour, markersize=2 * points * mark.radius, markeredgewidth=0)
+            size = 2 * points * mark.radius
+            axes.plot(mark.x, mark.y, SHAPES[mark.shape], color=colour, markersize=size, markeredgewidth=0)
         else:
             align = {"start": "left", "middle": "center", "end": "right"}[mark.anchor]
             turn = 0 if mark.upright else 90

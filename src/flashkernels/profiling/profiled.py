@@ -57,11 +57,21 @@ def _rate(kernel: dict[str, Any], work: str) -> str | None:
 
 def holds_profile(path: Path) -> bool:
     """Whether a file is a profile, not results of a benchmark."""
+    return "kernels" in _object(path)
+
+
+def holds_launch_costs(path: Path) -> bool:
+    """Whether a file is one of `flashkernels bench launch`, which has no rows."""
+    return "launch" in _object(path)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The object in a file; an empty one where there is something else."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ResultsError(f"{path}: not JSON: {error}") from error
-    return isinstance(data, dict) and "kernels" in data
+    return data if isinstance(data, dict) else {}
 
 
 def read_profile(path: Path) -> Profiled:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def render(
     require_extra()
     if not results.rows and not profiles:
         raise ValueError("the results have no rows and there is no profile: there is nothing to report")
+    results = in_order(results)
     impls = results.impls()
     changes = compare(results, against[1], against[0]) if against else []
     found = calibration.predictions(results)
@@ -68,6 +70,18 @@ def render_roofline(roofs: Sequence[roofline.Roof], points: Sequence[roofline.Po
     """The roofline on a page of its own."""
     require_extra()
     return _template("roofline.html.j2").render(title=title, roofs=roofs, roof=_drawn(roofs, points))
+
+
+def in_order(results: Results) -> Results:
+    """The results with head dimensions as they grow, full before causal: files that were updated have new ones last.
+    Other suites keep their order."""
+    groups = list(dict.fromkeys(row.group for row in results.rows))
+
+    def place(row: Row) -> tuple[int, ...]:
+        sizes = (row.params["head_dim"], row.params["causal"]) if row.suite == "headdims" else ()
+        return (groups.index(row.group), *sizes)
+
+    return replace(results, rows=sorted(results.rows, key=place))
 
 
 def headline(results: Results) -> str:
@@ -141,10 +155,10 @@ def _roofline(results: Results, ceilings: Ceilings | None) -> dict[str, Any] | N
 
 
 def _drawn(roofs: Sequence[roofline.Roof], points: Sequence[roofline.Point]) -> dict[str, Any]:
-    """The picture, and its contestants with their colours: what the page can show and hide."""
-    colours = roofline.colours_of([*points, *roofline.study()])
+    """The picture, and its contestants with their colours and shapes: what the page can show and hide."""
+    styles = roofline.styles_of([*points, *roofline.study()])
     scene = roofline.draw(roofs, points)
-    return {"svg": drawing.svg(scene, "Roofline"), "groups": colours, "names": [roof.name for roof in roofs]}
+    return {"svg": drawing.svg(scene, "Roofline"), "groups": styles, "names": [roof.name for roof in roofs]}
 
 
 def _precision(results: Results) -> list[tuple[str, list[precision.Trade], str]]:

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
+from typing import NamedTuple
 
 from flashkernels.attention.problem import AttentionProblem
 from flashkernels.bench.results import Results
 from flashkernels.hardware import GPUS, Gpu, lookup
 from flashkernels.profiling.ceilings import Ceilings
-from flashkernels.profiling.drawing import COLOURS, Dot, Line, Scene, Text, text_size, ticks
+from flashkernels.profiling.drawing import COLOURS, SHAPES, Dot, Line, Scene, Text, text_size, ticks
 from flashkernels.profiling.labels import Box, Label, leader, place
 
 WIDTH, HEIGHT = 1000.0, 620.0
@@ -124,21 +125,14 @@ def draw(
     axes = _Axes([*roofs, *laptop], shown)
     scene = Scene(WIDTH, HEIGHT)
     axes.frame(scene, across)
-    colours = colours_of(shown)
+    styles = styles_of(shown)
     dots = []
     for point in shown:
         x, y = axes.x(point.intensity), axes.y(point.rate)
         figures = f"{_rate(point.rate)}, {point.intensity:.0f} FLOP/byte, {_time(point)}{_share_of_roof(roofs, point)}"
-        dots.append(
-            Dot(
-                x,
-                y,
-                colours[point.impl],
-                f"{point.impl}: {point.case}, {figures}",
-                2.6 if point.peer else 3.6,
-                point.impl,
-            )
-        )
+        colour, shape = styles[point.impl]
+        radius = 2.6 if point.peer else 3.6
+        dots.append(Dot(x, y, colour, f"{point.impl}: {point.case}, {figures}", radius, point.impl, shape))
     spots = [Box(dot.x - 2, dot.y - 2, dot.x + 2, dot.y + 2) for dot in dots]
     edges: list[Box] = []
     names: list[Box] = []
@@ -153,7 +147,7 @@ def draw(
     scene.add(*sorted(dots, key=lambda dot: dot.radius))
     for line, name in lines:  # after all lines, so that no name lies on one
         _write(scene, line, name, edges, names, spots)
-    _label(scene, axes, _named(shown), [*spots, *edges], names, colours)
+    _label(scene, axes, _named(shown), [*spots, *edges], names, styles)
     return scene
 
 
@@ -162,21 +156,28 @@ def with_legend(scene: Scene, points: Sequence[Point], title: str) -> Scene:
     whole = Scene(scene.width, scene.height, list(scene.marks))
     whole.add(Text(FRAME.left, 16, title, size=13))
     x, y = FRAME.left, scene.height + 6
-    for impl, colour in colours_of([*points, *study()]).items():
+    for impl, (colour, shape) in styles_of([*points, *study()]).items():
         width = 16 + text_size(impl)[0]
         if x > FRAME.left and x + width > FRAME.right:
             x, y = FRAME.left, y + 20
-        whole.add(Dot(x + 4, y - 4, colour, impl), Text(x + 12, y, impl))
+        whole.add(Dot(x + 4, y - 4, colour, impl, shape=shape), Text(x + 12, y, impl))
         x += width + 8
     whole.height = y + 14
     return whole
 
 
-def colours_of(points: Sequence[Point]) -> dict[str, str]:
-    """A colour for each contestant, ours first; the study's is its own."""
+class Style(NamedTuple):
+    """How dots look."""
+
+    colour: str
+    shape: str
+
+
+def styles_of(points: Sequence[Point]) -> dict[str, Style]:
+    """Of each contestant, ours first; the study's colour is its own. After the last colour come other shapes."""
     impls = dict.fromkeys(point.impl for point in sorted(points, key=lambda point: (point.impl == STUDY, point.peer)))
-    free = [f"c{i:x}" for i in range(COLOURS) if i != 7]
-    return {impl: "c7" if impl == STUDY else free[i % len(free)] for i, impl in enumerate(impls)}
+    free = [Style(f"c{i:x}", shape) for shape in SHAPES for i in range(COLOURS) if i != 7]
+    return {impl: Style("c7", "circle") if impl == STUDY else free[i % len(free)] for i, impl in enumerate(impls)}
 
 
 def _named(points: Sequence[Point]) -> list[Point]:
@@ -193,7 +194,7 @@ def _named(points: Sequence[Point]) -> list[Point]:
 
 def _label(
     scene: Scene, axes: _Axes, points: Sequence[Point], taken: Sequence[Box], names: Sequence[Box],
-    colours: dict[str, str],
+    styles: dict[str, Style],
 ) -> None:  # fmt: skip
     texts = [STUDY if point.impl == STUDY else f"{point.impl} {point.case.split()[-1]}" for point in points]
     size = 11.0
@@ -207,7 +208,7 @@ def _label(
         nearest = leader(label, box)
         if math.dist(nearest, (label.x, label.y)) > 12:
             scene.add(Line((nearest, (label.x, label.y)), "quiet", 0.6, group=point.impl))
-        scene.add(Text(box.left, box.bottom - 0.25 * size, text, colours[point.impl], size, group=point.impl))
+        scene.add(Text(box.left, box.bottom - 0.25 * size, text, styles[point.impl].colour, size, group=point.impl))
 
 
 class _Axes:

@@ -192,6 +192,8 @@ def read(path: Path) -> Trace:
 
 def parse(data: Any, where: str = "trace") -> Trace:
     """The trace in a Chrome trace object, as torch's profiler writes it."""
+    if isinstance(data, dict) and "traceEvents" not in data and {"kernels", "findings"} <= data.keys():
+        raise TraceError(f"{where} is a profile of --json; --read takes a trace of --trace")
     events = data.get("traceEvents") if isinstance(data, dict) else data
     if not isinstance(events, list):
         raise TraceError(f"{where}: has no list 'traceEvents'")
