@@ -143,3 +143,15 @@ def test_greedy_accept(dtype: str, gpu: str) -> None:
     assert found.spills == 0 and found.registers <= 64
     each = sampling.TILE * {"bf16": 2, "fp32": 4}[dtype] // (16 * 32 * speculative.GREEDY_WARPS)
     assert len(re.findall(r"LDG\.E\.\S*128", found.sass)) == each
+
+
+@each_gpu
+@pytest.mark.parametrize("nodes", [16, 256])
+def test_greedy_clears_what_every_warp_has_loaded(nodes: int, gpu: str) -> None:
+    """There is a barrier between the loads of what other programs left, and the first store."""
+    names = ("ids_ptr", "parents_ptr", "zeros_ptr", "counts_ptr", "out_ptr", "last_ptr", "nodes_ptr")
+    pointers, constants = dict.fromkeys(names, "i64") | {"target_ptr": "bf16"}, {"NODES": nodes, "TILE": 4096}
+    found = compiled(speculative.greedy_kernel, gpu, pointers, constants, speculative.GREEDY_WARPS)
+    memory = [word[:3] for word in re.findall(r"\b(LDG\S*STRONG|STG|BAR)\b", found.sass)]
+    loaded = max(i for i, word in enumerate(memory) if word == "LDG")
+    assert memory[loaded + 1 : loaded + 3] == ["BAR", "STG"] and found.spills == 0

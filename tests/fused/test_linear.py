@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -161,6 +162,7 @@ def test_triton_at_length(call: dict[str, Any]) -> None:
 
 TILES = (
     LinearTile(True, 16, 64, 64, warps=4, stages=3, tma=True),
+    LinearTile(True, 16, 256, 64, warps=4, stages=2),
     LinearTile(False, 64, 32, 64, warps=4, stages=3, persistent=True, group=2, tma=True),
     LinearTile(False, 64, 256, 32, warps=8, stages=3, tma=True),
     LinearTile(False, 32, 64, 32, warps=4, stages=3),
@@ -174,7 +176,7 @@ def test_tiles(tile: LinearTile, activation: str, interleaved: bool) -> None:
     """Many tiles, cut off on all sides."""
     x, norm_weight, weight, bias = inputs((70,), 72, 2 * 144, torch.float16)
     with fk.use_tile(tile=tile):
-        normed = tile.block_n < 256
+        normed = tile.block_n < 256 or tile.swap
         check(x, norm_weight if normed else None, weight, bias, "triton", activation, interleaved, normed)
 
 
@@ -375,11 +377,18 @@ def test_errors_name_the_argument(watched: bool) -> None:
         (ValueError, r"weight has shape \(8,\); expected \(n, 8\)", lambda: fk.fused.linear(x, weight[0])),
         (ValueError, r"bias has shape \(4,\); expected \(5,\)", lambda: fk.fused.linear(x, weight, bias[:4])),
         (ValueError, "activation='tanh' is not one of", lambda: fk.fused.linear(x, weight, activation="tanh")),
+        (TypeError, r"activation=array\(\['gelu'.* must be a str or None, got ndarray",
+         lambda: fk.fused.linear(x, weight, activation=np.array(["gelu", "silu"]))),
+        (TypeError, "activation=3 must be a str or None, got int", lambda: fk.fused.linear(x, weight, activation=3)),
+        (TypeError, "interleaved=None must be a bool, got NoneType",
+         lambda: fk.fused.linear(x, weight, interleaved=None)),
+        (TypeError, "interleaved=1 must be a bool, got int",
+         lambda: fk.fused.norm_linear(x, norm_weight, weight, interleaved=1)),
         (ValueError, "needs an even number of rows", lambda: fk.fused.linear(x, weight, activation="geglu")),
         (ValueError, "norm_weight has shape", lambda: fk.fused.norm_linear(x, norm_weight[:3], weight)),
         (ValueError, "eps=-1 must not be negative", lambda: fk.fused.norm_linear(x, norm_weight, weight, eps=-1)),
         (ValueError, "numerics='x'", lambda: fk.fused.norm_linear(x, norm_weight, weight, numerics="x")),
-    ]
+    ]  # fmt: skip
     for kind, match, call in cases:
         with pytest.raises(kind, match=match):
             call()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -321,6 +323,56 @@ def test_tensors_out_of_range_count_as_the_nearest(impl: str) -> None:
     assert found.tolist() == [logits[0].argmax(), plain[1], logits[2].argmax(), logits[3].argmax()]
 
 
+@each_impl
+def test_numbers_of_64_bits_are_not_cut(impl: str) -> None:
+    """2**32 + 1 is not 1."""
+    logits = torch.randn(4, 30)
+    k = torch.tensor([2**32 + 1, 2**32 + 3, -(2**32) + 1, 2**63 - 1])
+    found = fk.fused.sample(logits, seeds=3, top_k=k, impl=impl).ids
+    assert torch.equal(found, fk.fused.sample(logits, seeds=3, impl=impl).ids)
+    assert torch.equal(found, fk.fused.sample(logits, seeds=3, top_k=10**400, impl=impl).ids)
+    assert torch.equal(found, fk.fused.sample(logits, seeds=3, top_k=-(10**400), impl=impl).ids)
+
+
+@each_impl
+@pytest.mark.parametrize("kwargs", [{}, {"top_k": 12}, {"top_k": 200, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("least", [1.5, 2.0, torch.inf])
+def test_min_p_above_1_is_1(least: float, kwargs: dict[str, Any], impl: str) -> None:
+    """Of the equal ones that are the best, none goes."""
+    logits = torch.zeros(4, 300)
+    logits[:, ::2] = -1.0
+    found, want = (
+        fk.fused.sample(logits, seeds=3, min_p=torch.full((4,), x), impl=impl, **kwargs) for x in (least, 1.0)
+    )
+    assert torch.equal(found.ids, want.ids) and found.ids.unique().numel() > 1 and (found.ids % 2 == 1).all()
+
+
+@each_impl
+@pytest.mark.parametrize("kwargs", [{}, {"top_k": 3}, {"top_k": 100}, {"min_p": 0.5}, {"top_p": 0.5}], ids=str)
+@pytest.mark.parametrize("name", ["top_p", "min_p"])
+def test_nan_cuts_nothing(name: str, kwargs: dict[str, Any], impl: str) -> None:
+    logits = torch.randn(4, 300)
+    kwargs = {"seeds": 3, "impl": impl} | {key: x for key, x in kwargs.items() if key != name}
+    found, want = (fk.fused.sample(logits, **kwargs, **x) for x in ({name: torch.full((4,), torch.nan)}, {}))
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+@each_impl
+@pytest.mark.parametrize("kwargs", [{}, {"top_k": 1}, {"top_k": 4}, {"top_k": 100}, {"top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("top_n", [0, 2])
+def test_logarithms_of_large_numbers_keep_their_digits(top_n: int, kwargs: dict[str, Any], impl: str) -> None:
+    """Of 80 equal tokens, the largest there are or large by their temperature, each has an 80th."""
+    logits = torch.zeros(2, 300)
+    logits[0, 70:150], logits[1, 70:150] = torch.inf, 90.0
+    heat = torch.tensor([1.0, 1.1e-5])
+    found = fk.fused.sample(logits, seeds=3, temperature=heat, top_n=top_n, impl=impl, **kwargs)
+    assert ((found.ids >= 70) & (found.ids < 150)).all()
+    every = torch.cat((found.logprobs[:, None], found.top_logprobs), 1)
+    torch.testing.assert_close(every, torch.full_like(every, -math.log(80)))
+    one = fk.fused.sample(logits[1:], seeds=3, temperature=1.1e-5, impl=impl)  # which is another kernel
+    torch.testing.assert_close(one.logprobs, torch.full((1,), -math.log(80)))
+
+
 # Penalties
 
 
@@ -361,6 +413,31 @@ def test_strides(layout: str, impl: str) -> None:
 
     logits = laid_out(torch.randn(3, 50), layout)
     found, want = (fk.fused.sample(x, seeds=1, top_k=7, top_n=3, impl=impl) for x in (logits, logits.contiguous()))
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+@each_impl
+@pytest.mark.parametrize("layout", ["stepped", "repeated"])
+def test_settings_may_lie_anyhow(layout: str, impl: str) -> None:
+    """Numbers that lie between or behind those of the rows are not read."""
+    rows, logits = 4, torch.randn(4, 50)
+    values: dict[str, list[float]] = {
+        "temperature": [0.9, 9.0], "top_k": [20, 1], "top_p": [0.9, 0.01], "min_p": [0.01, 1.0],
+        "repetition_penalty": [1.1, 9.0], "presence_penalty": [0.2, 50.0], "frequency_penalty": [0.1, -9.0],
+        "seeds": [7, 1000], "offsets": [3, 2000],
+    }  # fmt: skip
+    each = {}
+    for name, (mine, other) in values.items():
+        x = torch.tensor([mine, other] * rows)
+        each[name] = x[::2] if layout == "stepped" else x[:1].expand(rows)
+        assert not each[name].is_contiguous()
+    previous = torch.randint(0, 50, (rows, 2 * 6))[:, ::2]
+    if layout == "repeated":
+        previous = previous[:1].expand(rows, 6)
+    found, want = (
+        fk.fused.sample(logits, previous=ids, top_n=3, impl=impl, **given)
+        for ids, given in ((previous, each), (previous.clone(), {name: x.clone() for name, x in each.items()}))
+    )
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
@@ -421,13 +498,26 @@ def test_compile(top_n: int) -> None:
         ({"previous": torch.zeros(2, 4)}, TypeError, "previous.dtype=torch.float32"),
         ({"counts": torch.zeros(2, 31, dtype=torch.int32)}, ValueError, "counts has shape (2, 31); expected (2, 30)"),
         ({"previous": torch.zeros(2, 1).int(), "counts": torch.zeros(2, 30).int()}, ValueError, "both given"),
+        ({"previous": torch.zeros(2, 4).int().numpy()}, TypeError, "previous must be a torch.Tensor, got ndarray"),
+        ({"previous": [[1], [2]]}, TypeError, "previous must be a torch.Tensor, got list"),
         ({"impl": "cuda"}, ValueError, "impl='cuda' is not one of"),
+        ({"impl": ["triton"]}, ValueError, "impl=['triton'] is not one of 'auto', 'triton', 'torch'"),
+        ({"impl": np.zeros(2)}, ValueError, "impl=array([0., 0.]) is not one of"),
+        ({"top_n": np.array([1, 2])}, ValueError, "top_n=array([1, 2]) must be a whole number from 0 to 30"),
+        ({"top_k": True}, TypeError, "top_k=True must be a whole number"),
+        ({"temperature": 10**400}, ValueError, f"temperature={10**400} does not fit"),
+        ({"temperature": 1e300}, ValueError, "temperature=1e+300 does not fit fp32"),
+        ({"presence_penalty": 1e300}, ValueError, "presence_penalty=1e+300 does not fit fp32"),
+        ({"frequency_penalty": -1e39}, ValueError, "frequency_penalty=-1e+39 does not fit fp32"),
+        ({"repetition_penalty": 10**40}, ValueError, f"repetition_penalty={10**40} does not fit fp32"),
     ],
     ids=str,
 )  # fmt: skip
 def test_errors(kwargs: dict[str, Any], error: type[Exception], words_: str) -> None:
+    logits = torch.zeros(2, 30)
+    fk.fused.sample(logits, seeds=0)  # what a call is compared with
     with pytest.raises(error) as caught:
-        fk.fused.sample(torch.zeros(2, 30), **kwargs)
+        fk.fused.sample(logits, **{"seeds": 0} | kwargs)
     assert words_ in str(caught.value)
 
 

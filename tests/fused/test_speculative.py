@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from flashkernels.fused.draws import ACCEPT, NEW_SEGMENT, NEW_TOKEN, gumbel, seg
 from .draws_oracle import assert_distributed
 from .test_rows import each_impl, interpreter
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CLOSE = 1e-4
 PROBS = torch.zeros(2, 4, 9)
 
@@ -304,6 +306,60 @@ def test_strides_and_no_rows(impl: str) -> None:
 
 
 @each_impl
+@pytest.mark.parametrize("nodes", [0, 1, 3])
+@pytest.mark.parametrize("layout", ["stepped", "repeated"])
+def test_settings_may_lie_anyhow(layout: str, nodes: int, impl: str) -> None:
+    """Numbers that lie between or behind those of the rows are not read."""
+    rows, width = 16, 4
+    logits = torch.zeros(rows, nodes + 1, width)
+    logits[..., 0] = 3.0
+    each = {"seeds": torch.arange(2 * rows)[::2]}
+    for name, (mine, other) in {"temperature": (1.0, 100.0), "offsets": (5, 77)}.items():
+        x = torch.full((4 * rows,), other)
+        x[: 2 * rows : 2 if layout == "stepped" else 2 * rows] = mine
+        each[name] = x[: 2 * rows : 2] if layout == "stepped" else x[:1].expand(rows)
+        assert not each[name].is_contiguous()
+    ids, parents = torch.ones(rows, 2 * nodes).long()[:, ::2], torch.arange(-1, 2 * nodes - 1)[: 2 * nodes : 2] // 2
+    draft = torch.ones(1, 1, width).div(width).expand(rows, nodes, width)
+    found, want = (
+        fk.fused.speculative_accept(a, target_logits=logits, parents=b, draft_probs=c, impl=impl, **given)
+        for a, b, c, given in (
+            (ids, parents, draft, each),
+            (ids.clone(), parents.clone(), draft.contiguous(), {name: x.clone() for name, x in each.items()}),
+        )
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+@each_impl
+@pytest.mark.parametrize("equal", [2, 7, 40])
+@pytest.mark.parametrize(("number", "heat"), [(torch.inf, 1.0), (90.0, 1.1e-5)], ids=["infinities", "cold"])
+def test_equal_large_logits_share_the_probability(number: float, heat: float, equal: int, impl: str) -> None:
+    rows = 60
+    logits = torch.zeros(rows, 2, 50)
+    logits[..., :equal] = number
+    found = fk.fused.speculative_accept(
+        torch.zeros(rows, 1).long(), target_logits=logits, temperature=heat, seeds=0, impl=impl
+    )
+    chances = uniform(words(torch.arange(rows), torch.zeros(rows), torch.arange(1), ACCEPT))[:, 0]
+    assert torch.equal(found.counts, (chances < 1 / equal).long()) and (found.last < equal).all()
+
+
+@each_impl
+@pytest.mark.parametrize("temperature", [0.0, 1.0, torch.zeros(1)], ids=["greedy", "drawn", "greedy by a tensor"])
+def test_parents_of_64_bits_are_not_cut(temperature: float | Tensor, impl: str) -> None:
+    """2**32 is not 0, and 2**32 - 1 not -1: nobody's children."""
+    logits = torch.full((1, 4, 5), -torch.inf)
+    logits[..., 1] = 0.0
+    parents = torch.tensor([-1, 2**32, 2**32 - 1])
+    for ids, nodes in (([1, 1, 1], [0, -1, -1, -1]), ([0, 1, 1], [-1] * 4)):
+        found = fk.fused.speculative_accept(
+            torch.tensor([ids]), target_logits=logits, parents=parents, temperature=temperature, seeds=0, impl=impl
+        )
+        assert found.nodes.tolist() == [nodes]
+
+
+@each_impl
 def test_registered_op(impl: str) -> None:
     tensors = torch.randint(0, 20, (2, 2)), torch.randn(2, 3, 20), torch.rand(2, 2, 20).softmax(-1)
     torch.library.opcheck(
@@ -325,8 +381,8 @@ def test_compile() -> None:
     ("kwargs", "error", "text"),
     [
         ({}, ValueError, "one of target_logits and target_probs"),
-        ({"target_logits": torch.zeros(2, 3, 9)}, ValueError, "target has shape (2, 3, 9); expected (2, 4, 9)"),
-        ({"target_logits": torch.zeros(2, 4)}, ValueError, "target has shape (2, 4); expected (2, 4, V)"),
+        ({"target_logits": torch.zeros(2, 3, 9)}, ValueError, "target_logits has shape (2, 3, 9); expected (2, 4, 9)"),
+        ({"target_logits": torch.zeros(2, 4)}, ValueError, "target_logits has shape (2, 4); expected (2, 4, V)"),
         ({"target_logits": torch.zeros(2, 4, 9), "temperature": -1.0}, ValueError, "temperature=-1.0"),
         ({"target_probs": PROBS, "temperature": 0.5}, ValueError, "temperature=0.5 is for target_logits"),
         ({"target_probs": PROBS, "draft_probs": torch.zeros(2, 3, 8)}, ValueError, "draft_probs has shape"),
@@ -335,6 +391,12 @@ def test_compile() -> None:
         ({"target_probs": PROBS, "seeds": "a"}, TypeError, "seeds='a' must be a whole number"),
         ({"target_probs": PROBS, "offsets": True}, TypeError, "offsets=True must be a whole number"),
         ({"target_probs": PROBS, "seeds": 2**63}, ValueError, "seeds=9223372036854775808 does not fit 64 bits"),
+        ({"target_probs": torch.zeros(2, 4)}, ValueError, "target_probs has shape (2, 4); expected (2, 4, V)"),
+        ({"target_logits": PROBS.numpy()}, TypeError, "target_logits must be a torch.Tensor, got ndarray"),
+        ({"target_probs": [1]}, TypeError, "target_probs must be a torch.Tensor, got list"),
+        ({"target_logits": PROBS, "temperature": 10**400}, ValueError, f"temperature={10**400} does not fit"),
+        ({"target_logits": PROBS, "temperature": 1e300}, ValueError, "temperature=1e+300 does not fit fp32"),
+        ({"target_logits": PROBS, "impl": ["torch"]}, ValueError, "impl=['torch'] is not one of 'auto', 'triton'"),
     ],
     ids=str,
 )  # fmt: skip

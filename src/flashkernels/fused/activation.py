@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashkernels.dispatch import Impl, leaves_the_cpu, select
+from flashkernels.dispatch import Impl, leaves_the_cpu, serving
 from flashkernels.fused.rows import RowProblem, check_choice, check_rows, gpu_of, like, needs_triton, row_problem
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import Plans, Run
@@ -102,13 +102,13 @@ def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
     (x,), call = tensors, Activation(*settings)
     _check("gate_up" if call.packed else "x", x, call.packed)
     problem, gpu = row_problem(call.kind, x, 1.5 if call.packed else 2), gpu_of(x)
-    return select(IMPLS, problem, gpu, call.impl).load().forward_plan(problem, gpu, tensors, call)
+    return serving(IMPLS, problem, gpu, call.impl).forward_plan(problem, gpu, tensors, call)
 
 
 def _plan_backward(tensors: tuple[Any, ...], call: Any) -> Run:
     x = tensors[1]
     problem, gpu = row_problem(f"{call.kind}_backward", x, 2.5 if call.packed else 3), gpu_of(x)
-    return select(IMPLS, problem, gpu, call.impl).load().backward_plan(problem, gpu, tensors, call)
+    return serving(IMPLS, problem, gpu, call.impl).backward_plan(problem, gpu, tensors, call)
 
 
 forward, _backward = Plans(_plan), Plans(_plan_backward)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C import _is_any_autocast_enabled as any_autocast
 from torch.compiler import is_compiling
 
-from flashkernels.dispatch import Impl, lacks_triton, leaves_the_cpu, select
+from flashkernels.dispatch import Impl, lacks_triton, leaves_the_cpu, serving
 from flashkernels.fused.activation import Activation, activated, activation_backward_op
 from flashkernels.fused.norm import NUMERICS, accumulator, check_eps, check_vector, norm_backward_op, norm_op
 from flashkernels.fused.problem import ACTIVATIONS, LinearProblem
@@ -139,7 +139,7 @@ def linear(
     >>> fk.fused.linear(x, weight, activation="swiglu").shape
     torch.Size([2, 5, 96])
     """
-    return _call(x, None, weight, bias, (_name(activation), interleaved, False, 0.0, False), impl)
+    return _call(x, None, weight, bias, (_name(activation), _flag(interleaved), False, 0.0, False), impl)
 
 
 def norm_linear(
@@ -168,14 +168,23 @@ def norm_linear(
     True
     """
     check_choice("numerics", numerics, NUMERICS)
-    return _call(x, norm_weight, weight, bias, (_name(activation), interleaved, True, eps, numerics == "hf"), impl)
+    settings = _name(activation), _flag(interleaved), True, eps, numerics == "hf"
+    return _call(x, norm_weight, weight, bias, settings, impl)
 
 
 def _name(activation: str | None) -> str:
     if type(activation) is str and activation in ACTIVATIONS:
         return activation
+    if activation is not None and not isinstance(activation, str):
+        raise TypeError(f"activation={activation!r} must be a str or None, got {type(activation).__name__}")
     check_choice("activation", activation, NAMES)
     return activation or ""
+
+
+def _flag(interleaved: bool) -> bool:
+    if not isinstance(interleaved, bool):
+        raise TypeError(f"interleaved={interleaved!r} must be a bool, got {type(interleaved).__name__}")
+    return interleaved
 
 
 def _call(
@@ -246,7 +255,7 @@ def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
     _check(x, norm_weight, weight, bias, call)
     problem, gpu = linear_problem(x, weight, call), gpu_of(x)
     table = NORM_IMPLS if call.normed else IMPLS
-    return select(table, problem, gpu, call.impl).load().forward_plan(problem, gpu, tensors, call)
+    return serving(table, problem, gpu, call.impl).forward_plan(problem, gpu, tensors, call)
 
 
 forward = Plans(_plan)

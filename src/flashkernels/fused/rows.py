@@ -8,6 +8,7 @@ The result has the dtype of the input, also under autocast: inside, everything i
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -94,7 +95,7 @@ def check_like(name: str, y: Tensor, x: Tensor, of: str = "x") -> None:
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    if value not in allowed:
+    if not isinstance(value, (str, int, type(None))) or value not in allowed:  # an array would answer for each number
         raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
 
 
@@ -103,6 +104,8 @@ def check_number(name: str, value: Any) -> None:
         raise TypeError(f"{name}={value!r} must be a number, got {type(value).__name__}")
     if isinstance(value, (int, float)) and not -math.inf < value < math.inf:
         raise ValueError(f"{name}={value} must be finite")
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ValueError(f"{name}={value} does not fit a float")
 
 
 # --- prepared launches

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flashkernels.dispatch import Impl, leaves_the_cpu, select
+from flashkernels.dispatch import Impl, leaves_the_cpu, serving
 from flashkernels.fused.draws import MOST_TOKENS, draw
 from flashkernels.fused.rows import DTYPES, RowProblem, check_number, gpu_of, needs_triton, row_problem
 from flashkernels.hardware import Gpu
@@ -18,6 +18,7 @@ from flashkernels.jit.eager import Plans, Run
 
 GREEDY_BELOW = 1e-5  # temperatures
 MOST_NUMBER = 3e38  # what +inf counts as: sums and differences stay numbers
+MOST_FP32 = torch.finfo(torch.float32).max
 MOST_TOP_N = 256
 CAPACITIES = (64, 1024)  # candidates that a program sorts: at least, at most
 ALLOWED = tuple(dtype for dtype in DTYPES if dtype != torch.float64)
@@ -94,7 +95,7 @@ def sample(
 
     Every setting is a number, or a tensor (B,) on the device of the logits: fp32, and int32 or int64 for top_k, seeds
     and offsets. Tensors are not checked (that would wait for the device): what is out of range counts as the nearest
-    number that is not.
+    number that is not. NaN is greedy as a temperature, and as a top_p or min_p it cuts nothing.
 
     Args:
         logits: (B, V), fp16, bf16 or fp32, with V up to 1048576. -inf is never drawn; NaN counts as -inf, and +inf as
@@ -151,6 +152,7 @@ def sample(
         drawn: Sampled = run(numbers, *tensors)
         return drawn
     _check(top_n, *tensors)  # the same errors as eager
+    check_impl(impl, IMPLS)
     heat, k, share, least, *penalties, seed, offset = numbers
     floats = [float(x) for x in (heat, share, least, *penalties)]
     return Sampled(
@@ -195,21 +197,21 @@ def _checked(*numbers: Any) -> tuple[float, int, float, float, float, float, flo
         if value is Tensor:
             found.append(1 if name in ("temperature", "top_p", "repetition_penalty") else 0)
             continue
-        check_number(name, value)
+        if name == "top_k":
+            if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+                raise TypeError(f"top_k={value!r} must be a whole number or a tensor, got {type(value).__name__}")
+            found.append(int(min(max(value, 0), MOST_TOKENS)))
+            continue
+        check_fp32(name, value)
         low, high = RANGES.get(name, (None, None))
         if (low is not None and value < low) or (high is not None and value > high):
             raise ValueError(f"{name}={value} must be {f'from {low} to {high}' if high else f'at least {low}'}")
         if name == "repetition_penalty" and value <= 0:
             raise ValueError(f"repetition_penalty={value} must be above 0")
         found.append(value)
-    k: Any = numbers[1]
-    given = k is not Tensor
-    if given and not isinstance(k, (int, torch.SymInt)):
-        raise TypeError(f"top_k={k!r} must be a whole number or a tensor, got {type(k).__name__}")
-    heat, _, share, least, repetition, presence, frequency = (float(x) for x in found)
+    heat, share, least, repetition, presence, frequency = (float(x) for x in (found[0], *found[2:]))
     heat = heat if heat >= GREEDY_BELOW else 0.0  # in fp32 it may be no less than that
-    chosen = int(min(max(k, 0), MOST_TOKENS)) if given else 0
-    return heat, chosen, share, least, repetition, presence, frequency
+    return heat, int(found[1]), share, least, repetition, presence, frequency
 
 
 _known = functools.lru_cache(maxsize=1024, typed=True)(_prepared)  # 1, 1.0 and True are not equally valid
@@ -227,6 +229,19 @@ def room(numbers: Numbers, settings: tuple[Any, ...], top_n: int) -> int:
 
 
 # --- checks
+
+
+def check_fp32(name: str, value: Any) -> None:
+    """A number that fp32 has, but for rounding."""
+    check_number(name, value)
+    if isinstance(value, (int, float)) and abs(value) > MOST_FP32:
+        raise ValueError(f"{name}={value} does not fit fp32")
+
+
+def check_impl(impl: Any, impls: Sequence[Impl]) -> None:
+    """What is no string would not get as far as `select`, which names those that it does not know."""
+    if not isinstance(impl, str):
+        raise ValueError(f"impl={impl!r} is not one of 'auto', {', '.join(repr(each.name) for each in impls)}")
 
 
 def _check_logits(logits: Tensor) -> None:
@@ -267,11 +282,10 @@ def _check(
     device = logits.device
     if previous is not None and counts is not None:
         raise ValueError("previous and counts are both given; counts are instead of previous")
-    if previous is not None:
-        if not isinstance(previous, Tensor) or previous.dim() != 2:
-            shape = tuple(previous.shape) if isinstance(previous, Tensor) else type(previous).__name__
-            raise ValueError(f"previous has shape {shape}; expected ({rows}, L)")
-        check_tensor("previous", previous, (rows, previous.shape[1]), INTEGERS, device)
+    if isinstance(previous, Tensor) and previous.dim() != 2:
+        raise ValueError(f"previous has shape {tuple(previous.shape)}; expected ({rows}, L)")
+    length = previous.shape[1] if isinstance(previous, Tensor) else 0
+    check_tensor("previous", previous, (rows, length), INTEGERS, device)
     check_tensor("counts", counts, (rows, width), (torch.int16, torch.int32), device)
     check_tensor("seeds", seeds, (rows,), INTEGERS, device)
     check_tensor("offsets", offsets, (rows,), INTEGERS, device)
@@ -287,7 +301,7 @@ def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
     call = Sample(*settings)
     _check(call.top_n, *tensors)
     problem, gpu = row_problem("sample", tensors[0], 1), gpu_of(tensors[0])
-    prepared = select(IMPLS, problem, gpu, call.impl).load().plan(problem, gpu, tensors, call)
+    prepared = serving(IMPLS, problem, gpu, call.impl).plan(problem, gpu, tensors, call)
 
     counts, settings = tensors[2], tensors[3:]
     if (counts is None or counts.stride(1) == 1) and all(x is None or x.is_contiguous() for x in settings):
@@ -322,6 +336,8 @@ def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: S
             return torch.full((rows,), number, device=device)[:, None] if x is None else x[:, None]
 
         temperature, top_k, top_p, min_p, *penalties = map(column, settings, numbers[:7])
+        top_p = torch.where(top_p < 1, top_p, 1.0)  # NaN too cuts nothing
+        min_p = torch.where(min_p > 0, min_p, 0.0).clamp(max=1.0)
         if rows == 0:
             return Sampled.empty(logits, call.top_n)
         seen = _counted(previous, logits) if previous is not None else counts
@@ -333,9 +349,9 @@ def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: S
         stay = kept(x, torch.where(greedy, 1, top_k), top_p, min_p)
         seed = torch.arange(rows, device=device) + first_seed if seeds is None else seeds
         offset = torch.full((rows,), same_offset, device=device) if offsets is None else offsets
-        relative = torch.where(stay, x - x.amax(1, keepdim=True), -torch.inf)
-        ids = draw(relative, seed, offset, _whole(x, greedy, top_k, top_p, min_p))
-        logprobs = torch.where(dead[:, None], torch.nan, x - x.logsumexp(1, keepdim=True))
+        relative = x - x.amax(1, keepdim=True)
+        ids = draw(torch.where(stay, relative, -torch.inf), seed, offset, _whole(x, greedy, top_k, top_p, min_p))
+        logprobs = torch.where(dead[:, None], torch.nan, relative - relative.logsumexp(1, keepdim=True))
         top_ids = torch.sort(x, dim=1, descending=True, stable=True)[1][:, : call.top_n]
         ids = torch.where(dead, 0, ids)
         chosen = logprobs.gather(1, ids[:, None])[:, 0]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashkernels.dispatch import Impl, leaves_the_cpu, select
+from flashkernels.dispatch import Impl, leaves_the_cpu, serving
 from flashkernels.fused.rows import RowProblem, check_rows, gpu_of, needs_triton, row_problem
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import Plans, Run
@@ -69,13 +69,13 @@ def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
     (x,), call = tensors, Softmax(*settings)
     check_rows("x", x)
     problem, gpu = row_problem("log_softmax" if call.log else "softmax", x, 2), gpu_of(x)
-    return select(IMPLS, problem, gpu, call.impl).load().forward_plan(problem, gpu, tensors, call)
+    return serving(IMPLS, problem, gpu, call.impl).forward_plan(problem, gpu, tensors, call)
 
 
 def _plan_backward(tensors: tuple[Any, ...], call: Any) -> Run:
     y = tensors[1]
     problem, gpu = row_problem("log_softmax_backward" if call.log else "softmax_backward", y, 3), gpu_of(y)
-    return select(IMPLS, problem, gpu, call.impl).load().backward_plan(problem, gpu, tensors, call)
+    return serving(IMPLS, problem, gpu, call.impl).backward_plan(problem, gpu, tensors, call)
 
 
 _forward, _backward = Plans(_plan), Plans(_plan_backward)

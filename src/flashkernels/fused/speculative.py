@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashkernels.dispatch import Impl, leaves_the_cpu, select
+from flashkernels.dispatch import Impl, leaves_the_cpu, serving
 from flashkernels.fused.draws import ACCEPT, MOST_TOKENS, NEW_SEGMENT, NEW_TOKEN, draw, first_largest, uniform, words
-from flashkernels.fused.rows import RowProblem, check_number, gpu_of, needs_triton, row_problem
-from flashkernels.fused.sampling import ALLOWED, GREEDY_BELOW, INTEGERS, MOST_NUMBER, check_tensor, row_or_number
+from flashkernels.fused.rows import RowProblem, gpu_of, needs_triton, row_problem
+from flashkernels.fused.sampling import (
+    ALLOWED,
+    GREEDY_BELOW,
+    INTEGERS,
+    MOST_FP32,
+    MOST_NUMBER,
+    check_fp32,
+    check_impl,
+    check_tensor,
+    row_or_number,
+)
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import Plans, Run
 
@@ -121,7 +130,8 @@ def speculative_accept(
     if run is not None:
         found: Accepted = run(numbers, *tensors)
         return found
-    _check(*tensors)  # the same errors as eager
+    _check(target_logits is not None, *tensors)  # the same errors as eager
+    check_impl(impl, IMPLS)
     return Accepted(*accept_op(*tensors, *numbers, *call))
 
 
@@ -129,8 +139,8 @@ def speculative_accept(
 
 
 def _heat(temperature: float) -> float:
-    if type(temperature) is not float or not 0 <= temperature < math.inf:
-        check_number("temperature", temperature)
+    if type(temperature) is not float or not 0 <= temperature <= MOST_FP32:
+        check_fp32("temperature", temperature)
         if temperature < 0:
             raise ValueError(f"temperature={temperature} must be at least 0")
     return float(temperature) if temperature >= GREEDY_BELOW else 0.0  # in fp32 it may be no less than that
@@ -146,17 +156,20 @@ def _check_ids(draft_ids: Tensor) -> None:
 
 
 def _check(
-    draft_ids: Tensor, target: Any, draft_probs: Tensor | None, parents: Tensor | None, heats: Tensor | None,
-    seeds: Tensor | None, offsets: Tensor | None,
+    logits: bool, draft_ids: Tensor, target: Any, draft_probs: Tensor | None, parents: Tensor | None,
+    heats: Tensor | None, seeds: Tensor | None, offsets: Tensor | None,
 ) -> None:  # fmt: skip
     _check_ids(draft_ids)
     rows, nodes = draft_ids.shape
     device = draft_ids.device
-    if not isinstance(target, Tensor) or target.dim() != 3 or not 1 <= target.shape[2] <= MOST_TOKENS:
-        found = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
-        raise ValueError(f"target has shape {found}; expected ({rows}, {nodes + 1}, V) with V from 1 to {MOST_TOKENS}")
+    name = "target_logits" if logits else "target_probs"
+    if not isinstance(target, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(target).__name__}")
+    if target.dim() != 3 or not 1 <= target.shape[2] <= MOST_TOKENS:
+        expected = f"({rows}, {nodes + 1}, V) with V from 1 to {MOST_TOKENS}"
+        raise ValueError(f"{name} has shape {tuple(target.shape)}; expected {expected}")
     width = target.shape[2]
-    check_tensor("target", target, (rows, nodes + 1, width), ALLOWED, device, "draft_ids")
+    check_tensor(name, target, (rows, nodes + 1, width), ALLOWED, device, "draft_ids")
     check_tensor("draft_probs", draft_probs, (rows, nodes, width), ALLOWED, device, "draft_ids")
     wide = isinstance(parents, Tensor) and parents.dim() == 2
     check_tensor("parents", parents, (rows, nodes) if wide else (nodes,), INTEGERS, device, "draft_ids")
@@ -170,10 +183,10 @@ def _check(
 
 def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
     """What it returns takes the fields of `Numbers` first."""
-    _check(*tensors)
     target, call = tensors[1], Accept(*settings)
+    _check(call.logits, *tensors)
     problem, gpu = row_problem("speculative_accept", target, 1), gpu_of(target)
-    return select(IMPLS, problem, gpu, call.impl).load().plan(problem, gpu, tensors, call)
+    return serving(IMPLS, problem, gpu, call.impl).plan(problem, gpu, tensors, call)
 
 
 _forward = Plans(_plan)

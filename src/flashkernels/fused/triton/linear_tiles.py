@@ -54,8 +54,9 @@ def shared_bytes(tile: LinearTile, problem: LinearProblem, gpu: Gpu) -> int:
 
 
 def stored_columns(tile: LinearTile, problem: LinearProblem) -> int:
-    """Columns that one TMA store takes: a wide tile goes out in two halves, to leave shared memory to the operands."""
-    return tile.block_n // 2 if tile.block_n == 256 and not problem.gated else tile.block_n
+    """Columns that one TMA store takes: a wide tile goes out in two halves, to leave shared memory to the operands. One
+    with operands swapped goes out without TMA, whole."""
+    return tile.block_n // 2 if tile.block_n == 256 and not (problem.gated or tile.swap) else tile.block_n
 
 
 def fitted(tile: LinearTile, problem: LinearProblem, gpu: Gpu, room: int) -> LinearTile:

@@ -187,7 +187,7 @@ def settled_kernel(
             tl.store(ids_ptr + row, 0)
             tl.store(logprobs_ptr + row, float("nan"))
         else:
-            norm = top + tl.log(tl.sum(sums * tl.exp(tops - top), 0))
+            rest = tl.log(tl.sum(sums * tl.exp(tops - top), 0))
             if one != 0:
                 token = largest(logits_row, counts_row, tops, width, how, WIDTH)
             else:
@@ -196,7 +196,8 @@ def settled_kernel(
                 token = drawn_whole(logits_row, counts_row, tops, sums, top, seed, offset, width, how, WIDTH)
             token = tl.minimum(token, width - 1)
             tl.store(ids_ptr + row, token)
-            tl.store(logprobs_ptr + row, numbers_at(logits_row, counts_row, token, token < width, how) - norm)
+            chosen = numbers_at(logits_row, counts_row, token, token < width, how)
+            tl.store(logprobs_ptr + row, chosen - top - rest)  # top + rest would lose digits
 
 
 @triton.jit
@@ -335,20 +336,22 @@ def search_and_draw(
 @triton.jit
 def cuts(top_k_ptr, top_p_ptr, min_p_ptr, temperature_ptr, row, top, width, top_k, top_p, min_p, temperature):
     """Of a row: how many stay, of which share, above which number, and whether none of that cuts anything."""
-    k = setting(top_k_ptr, row, top_k).to(tl.int32)
-    k = tl.where((k <= 0) | (k > width), width, k)
+    k = setting(top_k_ptr, row, top_k)  # of 64 bits, it may be
+    k = tl.where((k <= 0) | (k > width), width, k).to(tl.int32)
     k = tl.where(setting(temperature_ptr, row, temperature) >= GREEDY, k, 1)
     p = setting(top_p_ptr, row, top_p)
+    p = tl.where(p < 1, p, 1.0)  # NaN too cuts nothing
     least = setting(min_p_ptr, row, min_p)
-    floor = tl.where(least > 0, top + tl.log(least), LEAST)
+    floor = tl.where(least > 0, top + tl.log(tl.where(least < 1, least, 1.0)), LEAST)
     return k, p, floor, (k == width) & (p >= 1) & (floor == LEAST)
 
 
 @triton.jit
-def store_top(top_ids_ptr, top_logprobs_ptr, row, packed, norm, TOP: tl.constexpr):
+def store_top(top_ids_ptr, top_logprobs_ptr, row, packed, top, total, TOP: tl.constexpr):
     rank = tl.arange(0, packed.shape[0])
+    x = number_of((packed >> 32).to(tl.int32))
     tl.store(top_ids_ptr + row * TOP + rank, (packed & FLIPPED).to(tl.int32) ^ FLIPPED, mask=rank < TOP)
-    tl.store(top_logprobs_ptr + row * TOP + rank, number_of((packed >> 32).to(tl.int32)) - norm, mask=rank < TOP)
+    tl.store(top_logprobs_ptr + row * TOP + rank, x - top - tl.log(total), mask=rank < TOP)
 
 
 @triton.jit(do_not_specialize=["seed", "offset", "top_k", "segments"])
@@ -383,7 +386,6 @@ def finish_kernel(
         k, p, floor, whole = cuts(top_k_ptr, top_p_ptr, min_p_ptr, temperature_ptr, row, top, width,
                                   top_k, top_p, min_p, temperature)  # fmt: skip
         total = tl.sum(sums * tl.exp(tops - top), 0)
-        norm = top + tl.log(total)
         token = tl.zeros((), tl.int32)
         if (k == 1) & (TOP == 0):
             token = largest(logits_row, counts_row, tops, width, how, WIDTH)
@@ -400,7 +402,7 @@ def finish_kernel(
             x = number_of((packed >> 32).to(tl.int32))
             ids = (packed & FLIPPED).to(tl.int32) ^ FLIPPED
             if TOP:
-                store_top(top_ids_ptr, top_logprobs_ptr, row, packed, norm, TOP)
+                store_top(top_ids_ptr, top_logprobs_ptr, row, packed, top, total, TOP)
             weight = tl.where(rank < count, tl.exp(x - top), 0.0)
             kept_by_k = tl.sum(tl.where(rank < k, weight, 0.0), 0)
             goal = tl.where(p < 1, p * tl.where(k < width, kept_by_k, total), float("inf"))
@@ -415,7 +417,7 @@ def finish_kernel(
         token = tl.minimum(token, width - 1)
         chosen = numbers_at(logits_row, counts_row, token, token < width, how)
         tl.store(ids_ptr + row, token)
-        tl.store(logprobs_ptr + row, chosen - norm)
+        tl.store(logprobs_ptr + row, chosen - top - tl.log(total))
     tl.store(listed_row + SEGMENTS + CAPACITY, left.to(tl.int32))
 
 
@@ -436,7 +438,6 @@ def search_kernel(
         tops, sums = scanned(scanned_ptr, row, segments, SEGMENTS)
         top = tl.max(tops, 0)
         total = tl.sum(sums * tl.exp(tops - top), 0)
-        norm = top + tl.log(total)
         how = row_settings(temperature_ptr, repetition_ptr, presence_ptr, frequency_ptr, row,
                            temperature, repetition, presence, frequency)  # fmt: skip
         logits_row = logits_ptr + row * stride_row
@@ -449,14 +450,15 @@ def search_kernel(
                 logits_row, counts_row, key_of(tops), listed_row, listed_row + SEGMENTS, cut, last, width, how,
                 WIDTH, ROWS, CAPACITY,
             )  # fmt: skip
-            store_top(top_ids_ptr, top_logprobs_ptr, row, packed, norm, TOP)
+            store_top(top_ids_ptr, top_logprobs_ptr, row, packed, top, total, TOP)
         if not whole:
             seed = setting(seed_ptr, row, seed + row).to(tl.int64)
             offset = setting(offset_ptr, row, offset).to(tl.int64)
             token = search_and_draw(logits_row, counts_row, top, total, k, p, floor, seed, offset, width, how, WALK)
             token = tl.minimum(token, width - 1)
+            chosen = numbers_at(logits_row, counts_row, token, token < width, how)
             tl.store(ids_ptr + row, token)
-            tl.store(logprobs_ptr + row, numbers_at(logits_row, counts_row, token, token < width, how) - norm)
+            tl.store(logprobs_ptr + row, chosen - top - tl.log(total))
 
 
 # --- how a call is cut

@@ -47,11 +47,12 @@ IDS = tl.constexpr(MOST_TOKENS)
 
 
 @triton.jit
-def probabilities(target_row, left_row, cols, inside, fresh, how, norm, LOGITS: tl.constexpr):
-    """p of tokens: of the target's row, or what refusals have left of it."""
+def probabilities(target_row, left_row, cols, inside, fresh, how, top, total, LOGITS: tl.constexpr):
+    """p of tokens: of the target's row, or what refusals have left of it. `top` is the largest logit of the row, and
+    `total` the sum of exp(x - top): the sum of top and a logarithm would lose digits, or all of them at 3e38."""
     if fresh:
         if LOGITS:
-            p = tl.exp(numbers_at(target_row, None, cols, inside, how) - norm)
+            p = tl.exp(numbers_at(target_row, None, cols, inside, how) - top) / total
         else:
             p = tl.load(target_row + cols, mask=inside, other=0.0).to(tl.float32)
     else:
@@ -71,8 +72,8 @@ def drafts(draft_row, left_row, cols, inside, fresh):
 
 @triton.jit
 def weigh(
-    target_row, draft_row, left_row, weights_row, token, p_total, q_total, fresh, how, norm, width, segments,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, LOGITS: tl.constexpr, REFUSED: tl.constexpr, DRAWN: tl.constexpr,
+    target_row, draft_row, left_row, weights_row, token, p_total, q_total, fresh, how, top, total, width,
+    segments, WIDTH: tl.constexpr, ROWS: tl.constexpr, LOGITS: tl.constexpr, REFUSED: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
     """The sum of each segment of p. Where REFUSED, p is first what refusing `token` leaves, kept in `left_row`, and q
     loses the token, kept behind it. Returns the totals of p and q."""
@@ -83,7 +84,7 @@ def weigh(
         segment = first + tl.arange(0, ROWS)
         cols = segment[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
         inside = cols < width
-        p = probabilities(target_row, left_row, cols, inside, fresh, how, norm, LOGITS)
+        p = probabilities(target_row, left_row, cols, inside, fresh, how, top, total, LOGITS)
         if REFUSED:
             if DRAWN:
                 q = drafts(draft_row, left_row + width, cols, inside, fresh)
@@ -121,7 +122,7 @@ def accept_kernel(
     ids = tl.load(ids_ptr + row * stride_ib + each * stride_in, mask=each < nodes, other=-1).to(tl.int64)
     parents = each - 1
     if parents_ptr is not None:
-        parents = tl.load(parents_ptr + row * stride_pb + each * stride_pn, mask=each < nodes, other=-2).to(tl.int32)
+        parents = tl.load(parents_ptr + row * stride_pb + each * stride_pn, mask=each < nodes, other=-2)
     real = (ids >= 0) & (ids < width)
     outputs = row * (nodes + 1)
     tl.store(out_ptr + outputs + each, -1, mask=each <= nodes)
@@ -138,7 +139,8 @@ def accept_kernel(
     fresh = tl.full((), 1, tl.int1)  # no child of the node was refused
     p_total = tl.full((), 1.0, tl.float32)
     q_total = tl.full((), 1.0, tl.float32)
-    norm = tl.full((), 0.0, tl.float32)
+    top = tl.full((), 0.0, tl.float32)
+    total = tl.full((), 1.0, tl.float32)
     best = tl.full((), -1, tl.int32)
     more = tl.full((), 1, tl.int1)
     while more:
@@ -147,7 +149,7 @@ def accept_kernel(
         if LOGITS:
             tops, sums = scanned(scanned_ptr, place, segments, SEGMENTS)
             top = tl.max(tops, 0)
-            norm = top + tl.log(tl.sum(sums * tl.exp(tops - top), 0))
+            total = tl.sum(sums * tl.exp(tops - top), 0)
             if greedy:
                 cols = first_largest(tops, at) * WIDTH + tl.arange(0, WIDTH)
                 best = first_largest(numbers_at(target_row, None, cols, cols < width, how), cols)
@@ -157,7 +159,7 @@ def accept_kernel(
         if more:
             token = tl.sum(tl.where(each == child, ids, 0), 0).to(tl.int32)
             here = token < width
-            p = probabilities(target_row, left_row, token, here, fresh, how, norm, LOGITS) / p_total
+            p = probabilities(target_row, left_row, token, here, fresh, how, top, total, LOGITS) / p_total
             q = tl.full((), 1.0, tl.float32)
             if DRAWN:
                 q = drafts(draft_row + child * stride_dn, left_row + width, token, here, fresh) / q_total
@@ -173,8 +175,8 @@ def accept_kernel(
             elif not greedy:
                 refused_row = draft_row + child * stride_dn if DRAWN else None
                 p_total, q_total = weigh(
-                    target_row, refused_row, left_row, weights_row, token, p_total, q_total, fresh, how, norm, width,
-                    segments, WIDTH, ROWS, LOGITS, True, DRAWN,
+                    target_row, refused_row, left_row, weights_row, token, p_total, q_total, fresh, how, top, total,
+                    width, segments, WIDTH, ROWS, LOGITS, True, DRAWN,
                 )  # fmt: skip
                 fresh = tl.full((), 0, tl.int1)
                 q_total = tl.where(q_total > 0, q_total, 1.0)
@@ -188,12 +190,12 @@ def accept_kernel(
             weights = tl.load(weights_row + at, mask=at < segments, other=0.0)
             fresh = tl.sum(weights, 0) == 0
         if fresh:
-            weigh(target_row, None, left_row, weights_row, 0, 1.0, 1.0, fresh, how, norm, width, segments,
-                  WIDTH, ROWS, LOGITS, False, DRAWN)  # fmt: skip
+            weigh(target_row, None, left_row, weights_row, 0, 1.0, 1.0, fresh, how, top, total, width,
+                  segments, WIDTH, ROWS, LOGITS, False, DRAWN)  # fmt: skip
         weights = tl.load(weights_row + at, mask=at < segments, other=0.0)
         segment = drawn(tl.log(weights), at, seed, offset, NEW_SEGMENT)
         cols = tl.minimum(segment, segments - 1) * WIDTH + tl.arange(0, WIDTH)
-        p = probabilities(target_row, left_row, cols, cols < width, fresh, how, norm, LOGITS)
+        p = probabilities(target_row, left_row, cols, cols < width, fresh, how, top, total, LOGITS)
         last = drawn(tl.log(p), cols, seed, offset, NEW_TOKEN)
         last = tl.where(tl.sum(weights, 0) > 0, last, 0)
     last = tl.where((last >= 0) & (last < width), last, 0)
@@ -225,6 +227,7 @@ def greedy_kernel(
         inside = each <= nodes
         first = row * (nodes + 1)
         most = tl.load(zeros_ptr + first + each, mask=inside, other=0, cache_modifier=".cg")  # other programs' too
+        tl.debug_barrier()  # every warp has loaded them
         tl.store(done_ptr, 0)  # as the next launch wants to find it
         tl.store(zeros_ptr + first + each, 0, mask=inside)
         largest = tl.where(most >= EMPTY * IDS, IDS - 1 - (most & (IDS - 1)), -1)  # -1: nothing is above -inf
@@ -232,7 +235,7 @@ def greedy_kernel(
         parents = each - 1
         if parents_ptr is not None:
             parents_at = parents_ptr + row * stride_pb + each * stride_pn
-            parents = tl.load(parents_at, mask=each < nodes, other=-2).to(tl.int32)
+            parents = tl.load(parents_at, mask=each < nodes, other=-2)
         found = tl.full((NODES,), -1, tl.int64)
         path = tl.full((NODES,), -1, tl.int64)
         node = tl.full((), -1, tl.int32)
@@ -302,7 +305,7 @@ def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: A
             return out
         found = None
         if call.logits:
-            every = None if heats is None else heats[:, None].expand(rows, nodes + 1).reshape(-1)
+            every = None if heats is None else heats[:, None].expand(rows, nodes + 1).contiguous().view(-1)
             found = scan(target, None, (every, None, None, None), (width, 0, heat, 1.0, 0.0, 0.0))
         if copied and draft is not None:
             draft = draft.contiguous()
