@@ -130,6 +130,7 @@ def test_gradients(gpu: str) -> None:
     kernels = {
         backward.dx_kernel: {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "EVEN": True},
         backward.dw_kernel: {"BLOCK_M": 64, "BLOCK_N": tall, "BLOCK_K": 128, "GROUP_N": 8, "GATHER": True},
+        backward.clear_kernel: {"ROWS": 16, "BLOCK": 256},
     }
     for kernel, constants in kernels.items():
         types = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -139,6 +140,63 @@ def test_a_tile_of_other_rows_than_the_plan_is_refused() -> None:
         fk.moe.grouped_gemm(torch.randn(4, 8), torch.randn(3, 8, 8), routing.plan, impl="triton")
 
 
+# Tensors that are not contiguous
+
+LAID = {
+    "w": lambda: {"w": torch.randn(4, 16, 24).mT},
+    "a part of w": lambda: {"w": torch.randn(4, 24, 40)[:, :, 8:24]},
+    "a column of w": lambda: {"x": torch.randn(5, 1), "w": torch.randn(4, 1, 24).mT},
+    "one bias for all": lambda: {"bias": torch.randn(24).expand(4, 24)},
+    "bias": lambda: {"bias": torch.randn(24, 4).T},
+    "row_weights": lambda: {"row_weights": torch.randn(5, 4)[:, :2]},
+    "x": lambda: {"x": torch.randn(16, 5).T, "w": torch.randn(4, 16, 24).mT, "row_weights": torch.randn(2, 5).T},
+}
+
+
+@interpreter
+@pytest.mark.parametrize("laid", LAID)
+@pytest.mark.parametrize("kind", ["none", "swiglu"])
+@pytest.mark.parametrize("tma", [False, True], ids=["plain", "tma"])
+def test_any_strides(laid: str, kind: str, tma: bool) -> None:
+    plan = fk.moe.route(torch.randn(5, 4), 2, block=64).plan
+    given: dict[str, Any] = {"x": torch.randn(5, 16), "w": torch.randn(4, 24, 16), **LAID[laid]()}
+    if tma and laid == "a column of w":
+        pytest.skip("TMA reads 16 bytes at least")
+    with fk.use_tile(tile=GemmTile(False, 64, 16, 16, 4, 2, tma=tma)):
+        found = fk.moe.grouped_gemm(**given, plan=plan, activation=kind, impl="triton")
+    lying = {name: y.contiguous() for name, y in given.items()}
+    want = fk.moe.grouped_gemm(**lying, plan=plan, activation=kind, impl="torch")
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+
+
+@interpreter
+def test_strides_of_one_row_say_nothing() -> None:
+    """They are multiples of 16 bytes here, but not the length of the row."""
+    plan = fk.moe.route(torch.randn(5, 1), 1).plan
+    assert plan is not None
+    x, w = torch.randn(5, 129).half(), torch.randn(1, 1, 256).half()[:, :, :129]
+    found = fk.moe.grouped_gemm(x, w, plan, impl="triton")
+    torch.testing.assert_close(found, fk.moe.grouped_gemm(x, w, plan, impl="torch"))
+
+
+@interpreter
+@pytest.mark.parametrize("format", ["int8", "w8", "w4"])
+@pytest.mark.parametrize("what", ["data", "scale", "x_scale"])
+def test_any_strides_of_quantised_weights(format: str, what: str) -> None:
+    plan = fk.moe.route(torch.randn(5, 4), 2).plan
+    assert plan is not None
+    small, x, scale = fk.moe.quantise(torch.randn(4, 24, 256), format, group=64), torch.randn(5, 256), None
+    if format == "int8":
+        x, scale = fk.moe.round_rows(x, format, impl="torch")
+    kwargs: dict[str, Any] = {"out_dtype": torch.float32, "impl": "triton"}
+    want = fk.moe.grouped_gemm(x, small, plan, x_scale=scale, **kwargs)
+    if what == "x_scale":
+        scale = None if scale is None else torch.stack([scale, scale + 1], 1)[:, 0]
+    else:
+        small = small._replace(**{what: getattr(small, what).mT.contiguous().mT})
+    assert torch.equal(fk.moe.grouped_gemm(x, small, plan, x_scale=scale, **kwargs), want)
+
+
 # Quantised weights
 
 
@@ -252,6 +310,62 @@ def test_gradients(load: str, block: int, gather: bool, impl: str) -> None:
 
 
 @each_impl
+def test_rows_past_the_last_place_have_no_gradients(impl: str) -> None:
+    """Memory that nobody writes is filled with NaN."""
+    plan = fk.moe.presorted(torch.tensor([2, 0, 19]), 40, block=16)
+    x, w = torch.randn(40, 300, requires_grad=True), torch.randn(3, 8, 300)
+    torch.use_deterministic_algorithms(True)
+    try:
+        fk.moe.grouped_gemm(x, w, plan, gather=False, impl=impl).backward(torch.ones(40, 8))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert x.grad is not None
+    assert (x.grad[21:] == 0).all()
+    torch.testing.assert_close(x.grad[:21], w.sum(1)[[0] * 2 + [2] * 19])
+
+
+@each_impl
+def test_a_nan_stays_in_the_bias_of_its_expert(impl: str) -> None:
+    plan = fk.moe.presorted(torch.tensor([2, 0, 1]), 5)
+    bias = torch.zeros(3, 8, requires_grad=True)
+    dy = torch.ones(5, 8)
+    dy[2:] = torch.nan
+    fk.moe.grouped_gemm(torch.randn(5, 16), torch.randn(3, 8, 16), plan, bias=bias, impl=impl).backward(dy)
+    assert bias.grad is not None
+    assert bias.grad[:, 0].tolist()[:2] == [2.0, 0.0] and bias.grad[2].isnan().all()
+
+
+@each_impl
+@pytest.mark.parametrize("gather", [True, False], ids=["gathered", "sorted"])
+@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_that_fp16_has_not_lead_to_some_that_it_has(out: torch.dtype, gather: bool, impl: str) -> None:
+    plan = fk.moe.presorted(torch.tensor([1, 2]), 4)
+    x = torch.full((4, 16), 1e-3).half().requires_grad_()
+    w = torch.full((2, 32, 16), 2.0**-14).half().requires_grad_()
+    dy = torch.full((4, 32), 2.0**20)
+    dy[2], dy[3] = torch.inf, 1e30
+    found = fk.moe.grouped_gemm(x, w, plan, gather=gather, out_dtype=out, impl=impl)
+    found.backward(dy.to(out))
+    assert x.grad is not None and w.grad is not None
+    assert x.grad[:, 0].tolist() == [2048.0, 2048.0, torch.inf, 0.0]
+    torch.testing.assert_close(w.grad[0], (x[0] * 2.0**20).expand(32, 16))
+    assert w.grad[1].isinf().all()
+
+
+def test_a_bias_learns_in_compiled_code() -> None:
+    plan = fk.moe.route(torch.randn(5, 3), 2).plan
+    assert plan is not None
+    x, w, bias = torch.randn(5, 16), torch.randn(3, 8, 16), torch.randn(3, 8, requires_grad=True)
+
+    def function(x: Tensor, bias: Tensor) -> Tensor:
+        return fk.moe.grouped_gemm(x, w, plan, bias=bias)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    found, want = (torch.autograd.grad(f(x, bias).square().sum(), bias) for f in (compiled, function))
+    torch.testing.assert_close(found, want)
+
+
+@each_impl
 def test_only_some_gradients_are_wanted(impl: str) -> None:
     plan = fk.moe.route(torch.randn(5, 3), 2).plan
     assert plan is not None
@@ -330,3 +444,63 @@ def test_bad_values_are_named(change: dict[str, Any], error: type[Exception], me
     arguments: dict[str, Any] = {"x": torch.randn(5, 16), "w": torch.randn(3, 8, 16), "plan": plan} | change
     with pytest.raises(error, match=message):
         fk.moe.grouped_gemm(**arguments)
+
+
+SMALL = torch.ones(5, 256, dtype=torch.int8)
+BYTES = SMALL.to(torch.float8_e4m3fn)
+
+
+@each_impl
+@pytest.mark.parametrize(
+    ("format", "x", "x_scale", "error", "message"),
+    [
+        ("int8", SMALL, torch.ones(5, 1), ValueError, r"x_scale has shape \(5, 1\); expected \(5,\)"),
+        ("int8", SMALL, torch.ones(1), ValueError, r"x_scale has shape \(1,\); expected \(5,\)"),
+        ("int8", SMALL, torch.ones(()), ValueError, r"x_scale has shape \(\); expected \(5,\)"),
+        ("fp8_block", BYTES, torch.ones(5), ValueError, r"x_scale has shape \(5,\); expected \(5, 2\)"),
+        ("int8", SMALL, torch.ones(5).half(), TypeError, "x_scale.dtype=torch.float16"),
+        ("int8", SMALL, torch.ones(5, device="meta"), ValueError, "x_scale.device=meta"),
+        ("int8", SMALL, 1.0, TypeError, "x_scale must be a torch.Tensor or None, got float"),
+        ("int8", SMALL.float(), torch.ones(5), ValueError, "x_scale .* x.dtype=torch.float32"),
+        ("int8", BYTES, torch.ones(5), TypeError, "x.dtype=torch.float8_e4m3fn: weights in 'int8'"),
+        ("fp8", SMALL, torch.ones(5), TypeError, "x.dtype=torch.int8: weights in 'fp8'"),
+        ("fp8", SMALL.to(torch.float8_e5m2), torch.ones(5), TypeError, "x.dtype=torch.float8_e5m2"),
+        ("w8", SMALL.float(), torch.ones(5), ValueError, "x_scale goes with x in 8 bits"),
+    ],
+)
+def test_scales_of_x_must_fit(
+    format: str, x: Tensor, x_scale: Any, error: type[Exception], message: str, impl: str
+) -> None:
+    plan = fk.moe.route(torch.randn(5, 3), 2).plan
+    assert plan is not None
+    small = fk.moe.quantise(torch.randn(3, 8, 256), format)
+    with pytest.raises(error, match=message):
+        fk.moe.grouped_gemm(x, small, plan, x_scale=x_scale, impl=impl)
+
+
+@each_impl
+def test_a_call_that_was_valid_makes_no_other_valid(impl: str) -> None:
+    plan = fk.moe.route(torch.randn(5, 3), 2).plan
+    assert plan is not None
+    x, w = torch.randn(5, 16), torch.randn(3, 8, 16)
+    kwargs: dict[str, Any] = {"activation": "clamped_swiglu", "impl": impl}
+    fk.moe.grouped_gemm(x, w, plan, alpha=1.0, **kwargs)
+    with pytest.raises(TypeError, match="alpha=True must be a number"):
+        fk.moe.grouped_gemm(x, w, plan, alpha=True, **kwargs)
+    with pytest.raises(TypeError, match=r"alpha=\[1\] must be a number, got list"):
+        fk.moe.grouped_gemm(x, w, plan, alpha=[1], **kwargs)
+
+
+@each_impl
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("field", ["data", "scale"])
+def test_quantised_weights_must_fit_their_format(field: str, format: str, impl: str) -> None:
+    plan = fk.moe.route(torch.randn(5, 3), 2).plan
+    assert plan is not None
+    small = fk.moe.quantise(torch.randn(3, 200, 256), format)
+    short = getattr(small, field)[..., :1]
+    x, scale = torch.randn(5, 256), None
+    if format in ROUNDED:
+        x, scale = fk.moe.round_rows(x, format, impl="torch")
+    with pytest.raises(ValueError, match=rf"w\.{field} has shape {re.escape(str(tuple(short.shape)))}"):
+        fk.moe.grouped_gemm(x, small._replace(**{field: short}), plan, x_scale=scale, impl=impl)

@@ -232,6 +232,43 @@ def test_combine(weighted: bool, impl: str) -> None:
         torch.testing.assert_close(a, b)
 
 
+@each_impl
+def test_combine_adds_parts_of_a_sum(impl: str) -> None:
+    plan = fk.moe.route(torch.randn(3, 2), 2).plan
+    assert plan is not None
+    y = torch.randn(2, 6, 4)
+    results = []
+    for part in (y, y.sum(0)):
+        weights = torch.full((3, 2), 0.5, requires_grad=True)
+        out = fk.moe.combine(part, weights, plan, impl=impl)
+        results.append((out, *torch.autograd.grad(out.square().sum(), weights)))
+    torch.testing.assert_close(*results)
+
+
+@each_impl
+@pytest.mark.parametrize("format", ["", "w4"])
+def test_only_the_router_learns(format: str, impl: str) -> None:
+    """Then the second product may be in parts."""
+    x, router = torch.randn(3, 256).half(), torch.randn(2, 256).half() / 16
+    experts: Any = weights_of(2, 256, 2048, torch.float16)
+    if format:
+        experts = [fk.moe.quantise(w, format, scale_dtype=torch.float16) for w in experts]
+    wide: Any = [(fk.moe.dequantise(w) if format else w).double() for w in experts]
+    results = []
+    for dtype, weights, way in ((torch.float16, experts, impl), (torch.float64, wide, "torch")):
+        leaf = router.to(dtype, copy=True).requires_grad_()
+        out = fk.moe.layer(x.to(dtype), leaf, *weights, k=2, impl=way)
+        assert isinstance(out, Tensor)
+        results.append(torch.autograd.grad(out.double().square().sum(), leaf)[0].double())
+    assert (results[0] - results[1]).norm() <= 2.0**-7 * results[1].norm()
+
+
+def test_combine_needs_a_plan() -> None:
+    bare = fk.moe.route(torch.randn(3, 2), 2, plan=False)
+    with pytest.raises(TypeError, match=r"plan must be a flashkernels\.moe\.Plan, got NoneType"):
+        fk.moe.combine(torch.randn(6, 4), bare.weights, bare.plan)  # type: ignore[arg-type]
+
+
 def test_module_has_the_parameters_of_a_checkpoint() -> None:
     moe = fk.moe.MoE(16, 24, 4, 2, bias=True, choice_bias=True, score="sigmoid", shared_inner=8, shared_gate=True)
     shapes = {name: tuple(p.shape) for name, p in moe.state_dict().items()}
@@ -335,3 +372,10 @@ def test_bytes_count_the_experts_that_are_used() -> None:
     assert one.bytes() == pytest.approx(2 * 3 * 4096 * 14336 * 2, rel=1e-3)
     many = LayerProblem(1000, 4096, 14336, 8, 2, "bf16", "cuda")
     assert many.bytes() == pytest.approx(8 * 3 * 4096 * 14336 * 2 + 2 * 1000 * 4096 * 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("span", [3, (0,), (0.0, 2), "ab", (0, 9)], ids=repr)
+def test_a_wrong_span_is_named(span: Any) -> None:
+    x, router, up, down = (torch.randn(shape) for shape in ((3, 16), (4, 16), (4, 8, 16), (4, 16, 4)))
+    with pytest.raises(ValueError, match=r"span="):
+        fk.moe.layer(x, router, up, down, k=2, span=span)

@@ -31,6 +31,35 @@ def test_tokens_not_in_use_do_not_count() -> None:
     torch.testing.assert_close(fk.moe.balance_loss(logits, ids, used=used), want)
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_tokens_not_in_use_have_no_gradient(score: str) -> None:
+    logits, used = torch.randn(6, 4), torch.tensor([[4]], dtype=torch.int32)
+    logits[4], logits[5] = torch.nan, torch.inf
+    logits.requires_grad_()
+    ids = torch.tensor([[0, 1], [1, 2], [3, -1], [0, 2], [1, 99], [3, 3]])  # those of tokens past it do not count
+    loss = fk.moe.balance_loss(logits, ids, score=score, used=used)
+    torch.testing.assert_close(loss, fk.moe.balance_loss(logits[:4], ids[:4], score=score))
+    (loss + fk.moe.z_loss(logits, used=used)).backward()
+    assert logits.grad is not None and logits.grad[:4].isfinite().all() and (logits.grad[4:] == 0).all()
+
+
+def test_a_token_with_all_experts_hidden_adds_nothing_to_z() -> None:
+    logits = torch.randn(5, 3)
+    logits[3], logits[1, 2] = -torch.inf, -torch.inf
+    logits.requires_grad_()
+    loss = fk.moe.z_loss(logits)
+    torch.testing.assert_close(loss, fk.moe.z_loss(logits[[0, 1, 2, 4]]) * 4 / 5)
+    loss.backward()
+    assert logits.grad is not None and logits.grad.isfinite().all() and (logits.grad[3] == 0).all()
+
+
+def test_bad_values_are_named() -> None:
+    with pytest.raises(ValueError, match="score='nonsense'"):
+        fk.moe.balance_loss(torch.randn(3, 4), torch.tensor([[0], [1], [2]]), score="nonsense")
+    with pytest.raises(ValueError, match=r"ids has shape \(3,\)"):
+        fk.moe.balance_loss(torch.randn(3, 4), torch.tensor([0, 1, 2]))
+
+
 def test_gradients() -> None:
     logits = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     ids = fk.moe.route(logits.detach(), 2).ids

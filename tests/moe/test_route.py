@@ -180,6 +180,13 @@ def test_strides(layout: str, impl: str) -> None:
         assert torch.equal(a, b)
 
 
+@each_impl
+@pytest.mark.parametrize("layout", ["strided", "expanded"])
+def test_strides_of_the_bias(layout: str, impl: str) -> None:
+    bias = torch.randn(16)[::2] if layout == "strided" else torch.randn(1).expand(8)
+    check(torch.randn(6, 8), 2, impl, bias=bias)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @settings(max_examples=12)
 @given(data=st.data())
@@ -222,11 +229,42 @@ def test_regrouping_only_tokens_in_use(tokens: int, impl: str) -> None:
     check_plan(plan, [row if t < 13 else [-1, -1] for t, row in enumerate(ids.tolist())], 5)
 
 
+@each_impl
+@pytest.mark.parametrize("tokens", [3, 900], ids=["small", "large"])
+@pytest.mark.parametrize("far", [2**32 + 1, -(2**32) + 1, 2**62])
+def test_ids_of_64_bits_are_compared_whole(far: int, tokens: int, impl: str) -> None:
+    ids = torch.randint(0, 3, (tokens, 2))
+    ids[0, 0], ids[-1, 1] = far, far
+    check_plan(fk.moe.regroup(ids, 3, impl=impl), ids.tolist(), 3)
+
+
+@each_impl
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+@pytest.mark.parametrize("used", [-(2**31), 7, 2**31 - 1])
+def test_used_of_any_size_and_shape(used: int, shape: tuple[int, ...], impl: str) -> None:
+    logits, there = torch.randn(10, 6), torch.full(shape, used, dtype=torch.int32)
+    weights, ids, plan = fk.moe.route(logits, 2, used=there, impl=impl)
+    rows = min(max(used, 0), 10)
+    want = oracle.route(logits, 2)[1]
+    want[rows:] = -1
+    assert torch.equal(ids, want) and (weights[rows:] == 0).all() and (weights[:rows] > 0).all()
+    for found in (plan, fk.moe.regroup(ids, 6, used=there, impl=impl)):
+        assert found is not None
+        check_plan(found, want.tolist(), 6)
+
+
 def test_presorted_rows() -> None:
     counts = torch.tensor([3, 0, 40, 1])
     plan = fk.moe.presorted(counts, 50, block=16)
     ids = [[e] for e, n in enumerate(counts.tolist()) for _ in range(n)] + [[-1]] * 6
     check_plan(plan, ids, 4)
+
+
+@pytest.mark.parametrize(("counts", "kept"), [([2, 3], [2, 2]), ([5, 1, 2], [4, 0, 0]), ([0, 4, 9], [0, 4, 0])])
+def test_presorted_rows_that_do_not_fit_are_dropped(counts: list[int], kept: list[int]) -> None:
+    for dtype in (torch.int32, torch.int64):
+        plan = fk.moe.presorted(torch.tensor(counts, dtype=dtype), 4, block=16)
+        check_plan(plan, [[e] for e, n in enumerate(kept) for _ in range(n)], len(kept))
 
 
 def test_a_schedule_never_needs_more_tiles_than_allowed_for() -> None:
@@ -255,6 +293,21 @@ def test_gradients_are_those_of_plain_torch(impl: str) -> None:
     top = logits[:15].softmax(-1).gather(1, ids[:15].long())
     (want,) = torch.autograd.grad(top / top.sum(-1, keepdim=True), logits, dy[:15])
     torch.testing.assert_close(found, want)
+
+
+@each_impl
+@pytest.mark.parametrize("kwargs", [{}, {"renormalise": False}, {"score": "sigmoid"}], ids=str)
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_tokens_not_in_use_have_no_gradient(poison: float, kwargs: dict[str, Any], impl: str) -> None:
+    logits = torch.randn(4, 5)
+    logits[3] = poison
+    logits.requires_grad_()
+    used = torch.tensor([3], dtype=torch.int32)
+    weights = fk.moe.route(logits, 2, used=used, impl=impl, **kwargs).weights
+    dy = torch.randn(4, 2)
+    dy[3] = math.nan
+    (found,) = torch.autograd.grad(weights, logits, dy)
+    assert found[:3].isfinite().all() and (found[3] == 0).all()
 
 
 # The registered ops
@@ -294,6 +347,9 @@ def test_compiles_with_dynamic_shapes() -> None:
         ({"groups": 4, "top_groups": 1, "k": 3}, "k=3"),
         ({"block": 48}, "block=48"),
         ({"span": (3, 9)}, r"span=\(3, 9\)"),
+        ({"span": 3}, "span=3"),
+        ({"span": (0.0, 2)}, r"span=\(0\.0, 2\)"),
+        ({"span": (1, 2, 3)}, r"span=\(1, 2, 3\)"),
         ({"scale": math.inf}, "scale=inf"),
         ({"bias": torch.zeros(7)}, r"bias has shape \(7,\)"),
         ({"group_score": "sum"}, "group_score='sum'"),
@@ -335,6 +391,26 @@ def test_ids_out_of_range_are_named_when_asked_for() -> None:
     with pytest.raises(ValueError, match="ids has -3"):
         fk.moe.regroup(torch.tensor([[-3, 1]]), 4, check=True)
     assert fk.moe.regroup(torch.tensor([[-1, 1]]), 4, check=True).counts.tolist() == [0, 1, 0, 0]
+    with pytest.raises(ValueError, match="span=2"):
+        fk.moe.regroup(ids, 4, span=2)
+
+
+@pytest.mark.parametrize("used", [-1, 0, 1])
+def test_ids_of_tokens_not_in_use_are_not_looked_at(used: int) -> None:
+    ids, there = torch.tensor([[0, 1], [99, -7]]), torch.tensor([used], dtype=torch.int32)
+    assert fk.moe.regroup(ids, 4, used=there, check=True).offsets[-1] == max(0, 2 * used)
+    with pytest.raises(ValueError, match="ids has -7"):
+        fk.moe.regroup(ids, 4, used=torch.tensor([2], dtype=torch.int32), check=True)
+
+
+@each_impl
+def test_more_items_than_32_bits_count(impl: str) -> None:
+    with pytest.raises(ValueError, match="134217728 tokens with k=16 are 2147483648 items"):
+        fk.moe.route(torch.zeros(1, 16).expand(2**27, 16), 16, impl=impl)
+    with pytest.raises(ValueError, match="1073741824 tokens with k=2 are 2147483648 items"):
+        fk.moe.regroup(torch.zeros(1, 2, dtype=torch.int32).expand(2**30, 2), 4, impl=impl)
+    with pytest.raises(ValueError, match="2147483648 items"):
+        fk.moe.presorted(torch.tensor([1, 2]), 2**31)
 
 
 @interpreter

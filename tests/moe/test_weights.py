@@ -7,7 +7,7 @@ import torch
 
 import flashkernels as fk
 from flashkernels.moe.problem import FORMATS, PHASES
-from flashkernels.moe.weights import MOST, ROUNDED, pack, rounded_rows, unpack
+from flashkernels.moe.weights import LEAST, MOST, ROUNDED, pack, rounded_rows, unpack
 
 from .test_route import INTERPRETED, each_impl
 
@@ -63,6 +63,47 @@ def test_rows(format: str, width: int, impl: str) -> None:
     x[1, 0] = torch.inf
     poisoned = fk.moe.round_rows(x, format, impl=impl)[1]
     assert poisoned[1].reshape(-1)[0].isnan() and torch.equal(poisoned[3], scale[3])
+
+
+TINY = (1e-45, 4e-44, 2.66e-43, 1e-42, 1e-38, 3e-37, 6e-36)  # a scale of some is 0 in fp32, of others inexact
+
+
+@each_impl
+@pytest.mark.parametrize("format", ROUNDED)
+@pytest.mark.parametrize("width", [16, 17_000])
+def test_tiny_rows(format: str, width: int, impl: str) -> None:
+    """Every number is off by half a step, and the largest does not turn around."""
+    if impl == "triton" and INTERPRETED and format.startswith("fp8"):
+        pytest.skip("Triton's interpreter rounds FP8 wrongly")
+    x = torch.zeros(len(TINY), width)
+    x[:, 0] = torch.tensor(TINY)
+    x[:, 1] = x[:, 0] / -2
+    small, scale = fk.moe.round_rows(x, format, impl=impl)
+    for got, want in zip((small, scale), rounded_rows(x, format), strict=True):
+        assert torch.equal(got.float(), want.float())
+    assert small.float().isfinite().all() and (small[:, 2:].float() == 0).all() and (scale >= LEAST).all()
+    step = scale.reshape(len(TINY), -1)[:, :1].double()
+    off = (small[:, :2].double() * step - x[:, :2]).abs()
+    most = 0.5 if format == "int8" else (x[:, :2].double().abs() / step / 16).clamp(min=2.0**-10)
+    assert (off <= most * step * 1.001).all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_tiny_weights(format: str, scale_dtype: torch.dtype) -> None:
+    w = torch.zeros(1, len(TINY), 256)
+    w[0, :, 0] = torch.tensor(TINY)
+    small = fk.moe.quantise(w, format, scale_dtype=scale_dtype)
+    assert (small.scale > 0).all()
+    wide = fk.moe.dequantise(small)
+    assert wide.isfinite().all() and (wide[..., 1:] == 0).all()
+    assert ((wide - w).abs() <= 0.51 * small.scale.float().max()).all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantised_weights_keep_no_graph(format: str) -> None:
+    small = fk.moe.quantise(torch.nn.Parameter(torch.randn(2, 8, 128)), format)
+    assert not small.scale.requires_grad and not small.data.requires_grad
 
 
 @pytest.mark.gpu

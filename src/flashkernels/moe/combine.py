@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashkernels.dispatch import Impl, leaves_the_cpu, select
+from flashkernels.dispatch import Impl, leaves_the_cpu, serving
 from flashkernels.fused.rows import DTYPES, RowProblem, gpu_of, needs_triton, nothing
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import Plans, Run, unwatched
@@ -69,6 +69,8 @@ def combine(
     if not isinstance(y, Tensor) or y.dtype not in DTYPES:
         got = getattr(y, "dtype", type(y).__name__)
         raise TypeError(f"y must be a tensor of {', '.join(map(str, DTYPES))}, got {got}")
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan must be a flashkernels.moe.Plan, got {type(plan).__name__}")
     return combined(y, weights, shared, plan, Combine(DTYPES[y.dtype], impl))
 
 
@@ -78,7 +80,8 @@ def combined(y: Tensor, weights: Tensor | None, shared: Tensor | None, plan: Pla
     if unwatched(tensors):
         return forward(tensors, call)
     _check(*tensors)  # the same errors as eager
-    return combine_op(*tensors, call.out, call.impl)
+    whole = y if y.dim() == 2 else y.sum(0)  # gradients know no parts
+    return combine_op(whole, *tensors[1:], call.out, call.impl)
 
 
 def _check(y: Tensor, weights: Tensor | None, shared: Tensor | None, permutation: Tensor, inverse: Tensor) -> None:
@@ -111,14 +114,14 @@ def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
     _check(*tensors)
     y, weights, shared, _, inverse = tensors
     problem, gpu = combine_problem(y, weights, shared, inverse, call), gpu_of(y)
-    return select(IMPLS, problem, gpu, call.impl).load().combine_plan(problem, gpu, tensors, call)
+    return serving(IMPLS, problem, gpu, call.impl).combine_plan(problem, gpu, tensors, call)
 
 
 def _plan_backward(tensors: tuple[Any, ...], call: Any) -> Run:
     _, y, weights, _, inverse = tensors
     problem, gpu = combine_problem(y, weights, None, inverse, call), gpu_of(y)
     impl = "triton" if call.impl == "hopper" else call.impl  # which has no gradients of its own
-    return select(BACKWARD, problem, gpu, impl).load().backward_plan(problem, gpu, tensors, call)
+    return serving(BACKWARD, problem, gpu, impl).backward_plan(problem, gpu, tensors, call)
 
 
 forward, _backward = Plans(_plan), Plans(_plan_backward)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashkernels.dispatch import Impl, UnsupportedError, lacks_triton, leaves_the_cpu, select
+from flashkernels.dispatch import Impl, UnsupportedError, lacks_triton, leaves_the_cpu, select, serving
 from flashkernels.fused.linear import lowered
 from flashkernels.fused.rows import DTYPES, check_choice, check_number, gpu_of, nothing
 from flashkernels.hardware import Gpu
@@ -16,10 +16,10 @@ from flashkernels.moe import reference
 from flashkernels.moe.hopper import gemm_tiles as hopper
 from flashkernels.moe.hopper.gemm_tiles import HopperGemmTile
 from flashkernels.moe.plan import Plan, plan_of
-from flashkernels.moe.problem import ACTIVATIONS, GATED, Epilogue, GemmProblem
+from flashkernels.moe.problem import ACTIVATIONS, FORMATS, GATED, PHASES, Epilogue, GemmProblem
 from flashkernels.moe.rows import round_rows
 from flashkernels.moe.triton.tiles import GemmTile
-from flashkernels.moe.weights import ROUNDED, Quantised, dequantise
+from flashkernels.moe.weights import BLOCK, DTYPES as SMALL, GROUPS, ROUNDED, WORDS, Quantised, dequantise
 from flashkernels.tiling import override
 
 ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss
@@ -111,6 +111,7 @@ def grouped_gemm(
             "clamped_swiglu" (gpt-oss: `(clamp(up) + 1) * gate * sigmoid(alpha * gate)`, clamped at `limit`). The gate's
             rows come first in w; with `interleaved=True` gate and up alternate.
         row_weights: (T, k), such as the routing's, or None.
+        x_scale: fp32, as `round_rows` makes it: (rows of x,), or (rows, ⌈K/128⌉) with weights in "fp8_block".
         out_dtype: of the output; by default x's, or bf16 where x has 8 bits.
         impl: "auto", or the name of the one implementation that must serve.
 
@@ -163,7 +164,7 @@ def _call(
 
 
 def _check(tensors: tuple[Any, ...], call: Gemm) -> None:
-    x, w, bias, row_weights, x_scale, _, counts, _, permutation, inverse = tensors[:10]
+    x, w, bias, row_weights, x_scale, w_scale, counts, _, permutation, inverse = tensors[:10]
     experts, rows, k = counts.shape[0], permutation.shape[0], inverse.shape[1]
     if not isinstance(w, Tensor) or w.dim() != 3 or w.shape[0] != experts:
         shape = tuple(getattr(w, "shape", ()))
@@ -178,8 +179,12 @@ def _check(tensors: tuple[Any, ...], call: Gemm) -> None:
     if not call.weights and (x.dtype not in DTYPES or w.dtype != x.dtype):
         allowed = ", ".join(map(str, DTYPES))
         raise TypeError(f"x.dtype={x.dtype} and w.dtype={w.dtype}: expected the same one of {allowed}")
-    if (x_scale is None) == (call.weights in ROUNDED) and not _is_wide(x, call):
-        raise ValueError(f"x_scale goes with x in 8 bits, for weights in {', '.join(ROUNDED)}, and only with it")
+    for name, y in (("bias", bias), ("row_weights", row_weights), ("x_scale", x_scale)):
+        if y is not None and not isinstance(y, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor or None, got {type(y).__name__}")
+    _check_scale(x, x_scale, call)
+    if call.weights:
+        _check_weights(w, w_scale, call)
     if call.activation in GATED and w.shape[1] % 2:
         raise ValueError(f"w has shape {tuple(w.shape)}; activation={call.activation!r} needs an even n, gate and up")
     check_number("alpha", call.alpha)
@@ -188,9 +193,49 @@ def _check(tensors: tuple[Any, ...], call: Gemm) -> None:
         raise ValueError(f"bias has shape {tuple(bias.shape)}; expected {tuple(w.shape[:2])}")
     if row_weights is not None and row_weights.shape != inverse.shape:
         raise ValueError(f"row_weights has shape {tuple(row_weights.shape)}; expected {tuple(inverse.shape)}")
-    for name, y in (("w", w), ("bias", bias), ("row_weights", row_weights), ("plan", counts)):
+    others = (("w", w), ("bias", bias), ("row_weights", row_weights), ("x_scale", x_scale), ("plan", counts))
+    for name, y in others:
         if y is not None and y.device != x.device:
             raise ValueError(f"{name}.device={y.device} differs from x.device={x.device}")
+
+
+def _check_scale(x: Tensor, x_scale: Tensor | None, call: Gemm) -> None:
+    """That x_scale is there where x has 8 bits, and only there, and fits it and the format of the weights."""
+    wide = _is_wide(x, call)
+    if wide and x_scale is not None:
+        raise ValueError(f"x_scale goes with x in 8 bits, but x.dtype={x.dtype}: leave one away, or round x")
+    if (x_scale is None) == (call.weights in ROUNDED) and not wide:
+        raise ValueError(f"x_scale goes with x in 8 bits, for weights in {', '.join(ROUNDED)}, and only with it")
+    if x_scale is None:
+        return
+    if x.dtype != SMALL[call.weights]:
+        raise TypeError(f"x.dtype={x.dtype}: weights in {call.weights!r} are multiplied by {SMALL[call.weights]}")
+    want = (x.shape[0], -(-call.depth // BLOCK)) if call.weights == "fp8_block" else (x.shape[0],)
+    if x_scale.shape != want:
+        raise ValueError(f"x_scale has shape {tuple(x_scale.shape)}; expected {want} with weights in {call.weights!r}")
+    if x_scale.dtype != torch.float32:
+        raise TypeError(f"x_scale.dtype={x_scale.dtype} is not torch.float32")
+
+
+def _check_weights(w: Tensor, scale: Tensor, call: Gemm) -> None:
+    """That quantised weights and their scales have the shapes and types of their format."""
+    n, form = w.shape[1], call.weights
+    check_choice("w.format", form, tuple(FORMATS))
+    columns = call.depth
+    scales: tuple[int, ...] = (w.shape[0], n)
+    if form in PHASES:
+        check_choice("w.group", call.group, GROUPS)
+        columns, scales = -(-call.depth // (WORDS * PHASES[form])) * WORDS, (*scales, -(-call.depth // call.group))
+    elif form == "fp8_block":
+        scales = (w.shape[0], -(-n // BLOCK), -(-call.depth // BLOCK))
+    dtype = SMALL.get(form, torch.int16)
+    if w.shape[2] != columns or w.dtype != dtype:
+        about = f"expected {(w.shape[0], n, columns)} of {dtype}"
+        raise ValueError(f"w.data has shape {tuple(w.shape)} of {w.dtype}; {about} for w.format={form!r}")
+    if scale.shape != scales:
+        raise ValueError(f"w.scale has shape {tuple(scale.shape)}; expected {scales} for w.format={form!r}")
+    if scale.device != w.device:
+        raise ValueError(f"w.scale.device={scale.device} differs from w.data.device={w.device}")
 
 
 def gemm_problem(tensors: tuple[Any, ...], call: Gemm) -> GemmProblem:
@@ -231,7 +276,7 @@ def _addressable(x: Tensor) -> bool:
 def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
     _check(tensors, call)
     problem, gpu = gemm_problem(tensors, call), gpu_of(tensors[0])
-    return select(IMPLS, problem, gpu, call.wanted).load().gemm_plan(problem, gpu, tensors, call)
+    return serving(IMPLS, problem, gpu, call.wanted).gemm_plan(problem, gpu, tensors, call)
 
 
 def _plan_backward(tensors: tuple[Any, ...], call: Any) -> Run:
@@ -239,7 +284,7 @@ def _plan_backward(tensors: tuple[Any, ...], call: Any) -> Run:
     described = gemm_problem((x, w, None, None, None, None, *rest), call.gemm)
     gpu = gpu_of(x)
     impl = "triton" if call.gemm.impl == "hopper" else call.gemm.impl  # which has no gradients of its own
-    return select(BACKWARD, described, gpu, impl).load().backward_plan(described, gpu, tensors, call)
+    return serving(BACKWARD, described, gpu, impl).backward_plan(described, gpu, tensors, call)
 
 
 class Prepared:
@@ -259,8 +304,12 @@ class Prepared:
         wide = tuple(
             [None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors[:6]]
         )
-        key = (wide, tensors[6].shape, tensors[9].shape, tensors[6].device, places % 16, call)
-        run = self.known.get(key)
+        kind = (wide, tensors[6].shape, tensors[9].shape, tensors[6].device, places % 16)
+        key = (*kind, call, *map(type, call))  # 1, 1.0 and True are equal, but not equally valid
+        try:
+            run = self.known.get(key)
+        except TypeError:  # a setting without a hash: the checks say which
+            return _plan(tensors, call)
         if run is None:
             if len(self.known) >= MOST_PLANS:
                 self.known.clear()
@@ -296,6 +345,7 @@ def backward_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...
     def run(grad: Tensor, x: Tensor, w: Tensor, *plan_tensors: Tensor) -> tuple[Tensor, Tensor]:
         plan = plan_of(plan_tensors, call.gemm.block)
         dx, dw = nothing(x), nothing(w)
+        grad = grad.to(reference.wide(x).dtype)
         if call.need_x:
             dx = reference.multiply(grad, w.mT, plan, gather=False)
             dx = (reference.combine(dx, None, plan.inverse) if call.gemm.gather else dx).to(x.dtype)
@@ -349,15 +399,18 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, w, *plan_tensors = ctx.saved_tensors
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-    dx, dw = gemm_backward_op(grad.to(x.dtype), x, w, *plan_tensors, *ctx.call[:-1], need_x, need_w)
+    dx, dw = gemm_backward_op(grad, x, w, *plan_tensors, *ctx.call[:-1], need_x, need_w)
     dbias = None
     if ctx.bias is not None and need_bias:
-        plan = plan_of(plan_tensors, ctx.call.block)
-        mine = reference.expert_of(plan) == torch.arange(plan.experts, device=x.device)[:, None]
-        dbias = (mine.to(reference.wide(grad).dtype) @ torch.where(mine.any(0)[:, None], reference.wide(grad), 0.0)).to(
-            ctx.bias
-        )
+        dbias = _bias_gradient(reference.wide(grad), plan_tensors[1]).to(ctx.bias)
     return (dx if need_x else None, dw if need_w else None, dbias, *(None,) * 21)
+
+
+def _bias_gradient(grad: Tensor, offsets: Tensor) -> Tensor:
+    """Sums of each expert's places, which begin at its offset: rows of others and past the last have no part in it."""
+    if grad.numel() == 0:
+        return grad.new_zeros(offsets.shape[0] - 1, grad.shape[1])
+    return torch.segment_reduce(grad, "sum", offsets=offsets, axis=0, initial=0.0)
 
 
 gemm_op.register_autograd(_gradients, setup_context=_setup)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _is_any_autocast_enabled as any_autocast
 from torch.nn.functional import linear
 
 from flashkernels.fused.rows import DTYPES, gpu_of
@@ -155,7 +156,8 @@ def _first(t: Tensors, s: Settings) -> tuple[Inferred, Parts]:
         rounding = None
         tensors = (y, w, bias, None, None, w_scale, *plan)
         if product.weights in ROUNDED and not rounds_itself(gemm_problem(tensors, product), gpu_of(y), product):
-            rounding = roundings.find((y,), Rounding(product.weights, s.impl))
+            impl = "auto" if s.impl == "hopper" else s.impl  # which does not round all
+            rounding = roundings.find((y,), Rounding(product.weights, impl))
             y, scale = rounding(y)
             tensors = (y, w, bias, None, scale, w_scale, *plan)
         runs += [rounding, products.find(tensors, product)]
@@ -176,9 +178,12 @@ def gemm_calls(s: Settings, block: int, out: str) -> tuple[Gemm, Gemm]:
 
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """(T, E), in the wider dtype of x and weight."""
+    """(T, E), in the wider dtype of x and weight, also under autocast: rounded to 16 bits, other experts are chosen."""
     if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
         raise ValueError(f"router_weight has shape {tuple(weight.shape)}; expected (experts, {x.shape[1]})")
+    if any_autocast() and torch.is_autocast_enabled(x.device.type):
+        with torch.autocast(x.device.type, enabled=False):
+            return router_logits(x, weight, bias)
     if x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype):
         return linear(x, weight, bias)
     dtype = torch.promote_types(x.dtype, weight.dtype)

@@ -66,7 +66,8 @@ def layer(
 
     Returns:
         Like x; tokens that are not in use get 0, plus what the shared experts give. Deterministic bit for bit.
-        Gradients flow to everything but quantised weights.
+        Gradients flow to everything, but not through quantised weights: what they multiply (x, or what the first of
+        two products makes) and the bias beside them must not require any; a router and shared experts may.
 
     >>> import torch, flashkernels as fk
     >>> x, router = torch.randn(5, 16), torch.randn(4, 16)
@@ -77,7 +78,11 @@ def layer(
     if not isinstance(x, Tensor) or x.dtype not in DTYPES:
         got = getattr(x, "dtype", type(x).__name__)
         raise TypeError(f"x must be a tensor of {', '.join(map(str, DTYPES))}, got {got}")
-    lowers = any_autocast() and torch.is_autocast_enabled(x.device.type)
+    lowers, given_x = any_autocast() and torch.is_autocast_enabled(x.device.type), x
+    if isinstance(span, list):
+        span = tuple(span)
+    if span is not None and (not isinstance(span, tuple) or len(span) != 2):
+        raise ValueError(f"span={span!r} is not a range (first, last) of the experts, in whole numbers")
     if lowers:
         x, w_gate_up, w_down = lowered(x, w_gate_up, w_down)
     if (routing is None) == (router_weight is None):
@@ -94,7 +99,7 @@ def layer(
             raise ValueError("routing has no plan: make it with plan=True")
         given = (routing.weights, *routing.plan[:6])
         block = routing.plan.block
-    choices = (k, score, renormalise, groups, top_groups, group_score, scale, None if span is None else tuple(span))
+    choices = (k, score, renormalise, groups, top_groups, group_score, scale, span)
     settings = (*choices, activation, interleaved, alpha, limit, up_format, down_format, block, impl)  # `Settings`
     compiling = is_compiling()
     if not lowers and not compiling:
@@ -115,7 +120,7 @@ def layer(
     logits: Tensor | None = None
     if routing is None:
         assert router_weight is not None
-        logits = router_logits(tokens, router_weight, router_bias)
+        logits = router_logits(given_x.reshape(tokens.shape), router_weight, router_bias)  # not lowered
         tile = None if compiling else forced_tile()
         routing = route(
             logits, k, score=score, renormalise=renormalise, bias=choice_bias, groups=groups, top_groups=top_groups,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashkernels.moe.reference import scores_of, wide
+from flashkernels.fused.rows import check_choice
+from flashkernels.moe.reference import scores_of, tokens_used, wide
+from flashkernels.moe.route import SCORES
 
 
 def balance_loss(logits: Tensor, ids: Tensor, *, score: str = "softmax", used: Tensor | None = None) -> Tensor:
@@ -20,30 +22,36 @@ def balance_loss(logits: Tensor, ids: Tensor, *, score: str = "softmax", used: T
     >>> fk.moe.balance_loss(torch.zeros(4, 2), torch.tensor([[0], [1], [0], [1]]))
     tensor(1.)
     """
-    experts = logits.shape[1]
-    scores = scores_of(logits, score == "sigmoid")
+    check_choice("score", score, SCORES)
+    if ids.dim() != 2 or ids.shape[0] != logits.shape[0]:
+        raise ValueError(f"ids has shape {tuple(ids.shape)}; expected ({logits.shape[0]}, k), a row for each token")
+    experts, in_use = logits.shape[1], _in_use(logits, used)[:, None]
+    scores = scores_of(torch.where(in_use, wide(logits), 0.0), score == "sigmoid")  # no gradient is 0 * NaN
     if score == "sigmoid":
         total = scores.sum(-1, keepdim=True)
         scores = scores / torch.where(total == 0, 1.0, total)
-    scores = torch.where(_in_use(logits, used)[:, None], scores, 0.0)
-    there = ids.reshape(-1) >= 0
-    counts = scores.new_zeros(experts).scatter_add(0, ids.reshape(-1).clamp(min=0).long(), there.to(scores.dtype))
-    tokens = _in_use(logits, used).sum().clamp(min=1)
+    scores = torch.where(in_use, scores, 0.0)
+    there = in_use & (ids >= 0)
+    items = torch.where(there, ids, 0).reshape(-1).long()
+    counts = scores.new_zeros(experts).scatter_add(0, items, there.reshape(-1).to(scores.dtype))
+    tokens = in_use.sum().clamp(min=1)
     return experts * (counts / there.sum().clamp(min=1) * (scores.sum(0) / tokens)).sum()
 
 
 def z_loss(logits: Tensor, *, used: Tensor | None = None) -> Tensor:
-    """The mean of `logsumexp(logits)²`, which keeps logits small (ST-MoE).
+    """The mean of `logsumexp(logits)²`, which keeps logits small (ST-MoE). A token that is -inf everywhere adds 0: its
+    experts have no weight.
 
     >>> import torch, flashkernels as fk
     >>> fk.moe.z_loss(torch.zeros(3, 1))
     tensor(0.)
     """
-    there = _in_use(logits, used)
+    in_use = _in_use(logits, used)
+    there = in_use & (logits != -torch.inf).any(-1)
     squares = torch.where(there, torch.where(there[:, None], wide(logits), 0.0).logsumexp(-1).square(), 0.0)
-    return squares.sum() / there.sum().clamp(min=1)
+    return squares.sum() / in_use.sum().clamp(min=1)
 
 
 def _in_use(logits: Tensor, used: Tensor | None) -> Tensor:
-    index = torch.arange(logits.shape[0], device=logits.device)
-    return index < (logits.shape[0] if used is None else used)
+    tokens = logits.shape[0]
+    return torch.arange(tokens, device=logits.device) < (tokens if used is None else tokens_used(used, tokens))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 MOST_EXPERTS = 1024
 MOST_K = 16
+MOST_ITEMS = 2**31 - 1  # places are int32
 BLOCKS = (16, 32, 64, 128)  # rows of a tile
 
 

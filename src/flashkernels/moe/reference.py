@@ -36,6 +36,11 @@ def best(x: Tensor, k: int) -> Tensor:
     return torch.sort(x, dim=-1, descending=True, stable=True).indices[..., :k]
 
 
+def tokens_used(used: Tensor, tokens: int) -> Tensor:
+    """How many tokens are in use, as a number of 64 bits: times k it may need more than 32."""
+    return used.reshape(()).long().clamp(0, tokens)
+
+
 def choose(logits: Tensor, bias: Tensor | None, used: Tensor | None, call: Choice) -> tuple[Tensor, Tensor]:
     """Weights (T, k) and expert ids (T, k) int32."""
     scores = scores_of(logits, call.sigmoid)
@@ -55,7 +60,8 @@ def choose(logits: Tensor, bias: Tensor | None, used: Tensor | None, call: Choic
         ids = best(choice, call.k)
     weights = weights_of(scores, ids, call)
     if used is not None:
-        there = torch.arange(logits.shape[0], device=logits.device)[:, None] < used
+        tokens = logits.shape[0]
+        there = torch.arange(tokens, device=logits.device)[:, None] < tokens_used(used, tokens)
         weights, ids = weights.masked_fill(~there, 0.0), ids.masked_fill(~there, -1)
     return weights.to(torch.promote_types(logits.dtype, torch.float32)), ids.to(torch.int32)
 
@@ -71,10 +77,11 @@ def weights_of(scores: Tensor, ids: Tensor, call: Choice) -> Tensor:
 
 def logit_gradients(grad: Tensor, logits: Tensor, ids: Tensor, call: Choice) -> Tensor:
     """Gradients of the logits, from those of the weights. A token that is not in use (ids of -1) has none."""
+    there = ids >= 0
     with torch.enable_grad():
-        x = wide(logits.detach()).requires_grad_()
+        x = torch.where(there[:, :1], wide(logits.detach()), 0.0).requires_grad_()  # else 0 * NaN
         weights = weights_of(scores_of(x, call.sigmoid), ids.clamp(min=0).long(), call)
-    (dx,) = torch.autograd.grad(weights, x, grad.to(weights.dtype) * (ids >= 0))
+    (dx,) = torch.autograd.grad(weights, x, torch.where(there, grad.to(weights.dtype), 0.0))
     return dx.to(logits.dtype)
 
 
@@ -89,7 +96,7 @@ def regroup(ids: Tensor, used: Tensor | None, experts: int, span: tuple[int, int
     local = ids.reshape(-1).long() - first
     dropped = (local < 0) | (local >= last - first)
     if used is not None:
-        dropped |= rows >= used * k
+        dropped |= rows >= tokens_used(used, tokens) * k
     local = local.masked_fill(dropped, last - first)
     order = torch.sort(local, stable=True).indices
     counts = torch.zeros(last - first + 1, dtype=torch.long, device=ids.device).scatter_add_(

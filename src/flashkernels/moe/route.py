@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashkernels.dispatch import Impl, lacks_triton, leaves_the_cpu, select
+from flashkernels.dispatch import Impl, lacks_triton, leaves_the_cpu, serving
 from flashkernels.fused.rows import DTYPES, check_choice, check_number, gpu_of
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import Plans, Run, unwatched
 from flashkernels.moe import reference
 from flashkernels.moe.hopper.route_tiles import HopperRouteTile, forced_tile, rejects as needs_hopper
-from flashkernels.moe.plan import BLOCKS, MOST_EXPERTS, MOST_K, Plan, block_rows, plan_of, sizes
+from flashkernels.moe.plan import BLOCKS, MOST_EXPERTS, MOST_ITEMS, MOST_K, Plan, block_rows, plan_of, sizes
 from flashkernels.moe.problem import Choice, RouteProblem
 
 SCORES = ("softmax", "sigmoid")
@@ -112,7 +112,7 @@ def route(
     ([[1, 2], [2, 0]], [1, 1, 2], [3, 0, 1, 2])
     """
     tile = None if torch.compiler.is_compiling() else forced_tile()  # then the op asks, when it runs
-    ends = None if span is None else tuple(span)
+    ends = tuple(span) if isinstance(span, list) else span
     settings = (k, score, renormalise, groups, top_groups, group_score, scale, ends, plan, block, impl, tile)
     run = _routings.ready((logits, bias, used), settings)
     if run is not None:
@@ -154,18 +154,20 @@ def regroup(
             item is dropped, which is also the way to drop one on purpose (-1).
         experts: how many there are, at most 1024.
         used, span, block, impl: as in `route`.
-        check: raise where an id is out of range (-1 is not); waits for the device.
+        check: raise where an id of a token in use is out of range (-1 is not); waits for the device.
 
     >>> import torch, flashkernels as fk
     >>> fk.moe.regroup(torch.tensor([[2, 0], [2, -1]]), 3).inverse.tolist()
     [[1, 0], [2, -1]]
     """
-    _check_ids(ids, experts, check)
+    _check_ids(ids, experts)
+    if used is not None:
+        _check_used(used, ids)
+    if check:
+        _check_range(ids, experts, used)
     first, last = _checked_span(span, experts)
     rows = block if block is not None else block_rows(ids.numel(), last - first)
     check_choice("block", rows, BLOCKS)
-    if used is not None:
-        _check_used(used, ids)
     call = Regroup(experts, first, last, rows, impl)
     found = _regrouped((ids, used), call) if unwatched((ids, used)) else regroup_op(ids, used, *call[:-1])
     return plan_of(found, rows)
@@ -175,7 +177,8 @@ def presorted(counts: Tensor, rows: int, *, block: int | None = None) -> Plan:
     """The plan of tokens that are sorted by expert already, such as an all-to-all delivers.
 
     Args:
-        counts: (E,) integers, the rows of each expert; they may sum to less than `rows`.
+        counts: (E,) integers, the rows of each expert; they may sum to less than `rows`. Where they sum to more, as
+            after an all-to-all that did not fit, the rows past the last are dropped, and the plan's counts say so.
         rows: how many there are at most: the size of the tensor that holds them.
 
     >>> import torch, flashkernels as fk
@@ -187,13 +190,14 @@ def presorted(counts: Tensor, rows: int, *, block: int | None = None) -> Plan:
         raise TypeError(f"counts must be a vector of int32 or int64, got {_described(counts)}")
     if not 1 <= counts.shape[0] <= MOST_EXPERTS:
         raise ValueError(f"counts has {counts.shape[0]} experts; allowed are 1 to {MOST_EXPERTS}")
+    _check_items(rows, 1)
     chosen = block_rows(rows, counts.shape[0]) if block is None else block
     check_choice("block", chosen, BLOCKS)
-    ends = counts.cumsum(0)
+    offsets = torch.nn.functional.pad(counts.cumsum(0).clamp(max=rows), (1, 0))
+    counts = offsets.diff()  # less than was asked for, where the rows do not suffice
     places = torch.arange(rows, device=counts.device)
-    places = torch.where(places < ends[-1], places, -1)
+    places = torch.where(places < offsets[-1], places, -1)
     tiles, tile_offsets = reference.schedule(counts, rows, chosen)
-    offsets = torch.nn.functional.pad(ends, (1, 0))
     found = (counts, offsets, places, places[:, None], tiles, tile_offsets)
     return plan_of((x.to(torch.int32) for x in found), chosen)
 
@@ -216,12 +220,18 @@ def _check_logits(logits: Tensor) -> None:
         raise ValueError(f"logits has {logits.shape[1]} experts; allowed are 1 to {MOST_EXPERTS}")
 
 
-def _checked_span(span: tuple[int, ...] | None, experts: int) -> tuple[int, int]:
+def _checked_span(span: Any, experts: int) -> tuple[int, int]:
     if span is None:
         return 0, experts
-    if len(span) != 2 or not 0 <= span[0] < span[1] <= experts:
-        raise ValueError(f"span={span!r} is not a range (first, last) of the {experts} experts")
+    whole = isinstance(span, (tuple, list)) and [*map(type, span)] == [int, int]
+    if not whole or not 0 <= span[0] < span[1] <= experts:
+        raise ValueError(f"span={span!r} is not a range (first, last) of the {experts} experts, in whole numbers")
     return span[0], span[1]
+
+
+def _check_items(tokens: int, k: int) -> None:
+    if tokens * k > MOST_ITEMS:
+        raise ValueError(f"{tokens} tokens with k={k} are {tokens * k} items; allowed are {MOST_ITEMS}")
 
 
 def _check_used(used: Tensor, other: Tensor) -> None:
@@ -253,14 +263,19 @@ def _check(logits: Tensor, bias: Tensor | None, used: Tensor | None, call: Call)
         _check_used(used, logits)
 
 
-def _check_ids(ids: Tensor, experts: int, check: bool) -> None:
+def _check_ids(ids: Tensor, experts: int) -> None:
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"ids must be an int32 or int64 tensor, got {_described(ids)}")
     if ids.dim() != 2 or not 1 <= ids.shape[1] <= MOST_K:
         raise ValueError(f"ids has shape {tuple(ids.shape)}; expected (tokens, k) with k from 1 to {MOST_K}")
     if type(experts) is not int or not 1 <= experts <= MOST_EXPERTS:
         raise ValueError(f"experts={experts!r} must be a whole number from 1 to {MOST_EXPERTS}")
-    if check and ids.numel():
+
+
+def _check_range(ids: Tensor, experts: int, used: Tensor | None) -> None:
+    if used is not None:
+        ids = ids[: max(0, int(used))]
+    if ids.numel():
         lowest, highest = int(ids.min()), int(ids.max())
         if lowest < -1 or highest >= experts:
             worst = lowest if lowest < -1 else highest
@@ -274,18 +289,20 @@ def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
     logits, bias, used = tensors
     _check(logits, bias, used, call)
     tokens, experts = logits.shape
+    _check_items(tokens, call.k)
     kind = DTYPES[logits.dtype], logits.device.type
     problem = RouteProblem(tokens, experts, call.k, *kind, call.block > 0, call.groups)
     gpu = gpu_of(logits)
-    return select(IMPLS, problem, gpu, call.impl).load().route_plan(problem, gpu, tensors, call)
+    return serving(IMPLS, problem, gpu, call.impl).route_plan(problem, gpu, tensors, call)
 
 
 def _plan_regroup(tensors: tuple[Any, ...], call: Any) -> Run:
     ids, _ = tensors
     tokens, k = ids.shape
+    _check_items(tokens, k)
     problem = RouteProblem(tokens, call.experts, k, "fp32", ids.device.type, given=True)
     gpu = gpu_of(ids)
-    return select(IMPLS, problem, gpu, call.impl).load().regroup_plan(problem, gpu, tensors, call)
+    return serving(IMPLS, problem, gpu, call.impl).regroup_plan(problem, gpu, tensors, call)
 
 
 def _plan_routing(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashkernels.dispatch import Impl, UnsupportedError, leaves_the_cpu, select
+from flashkernels.dispatch import Impl, UnsupportedError, leaves_the_cpu, serving
 from flashkernels.fused.rows import RowProblem, check_choice, check_rows, gpu_of, needs_triton, row_problem
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import Plans, Run, unwatched
@@ -65,7 +65,7 @@ def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
     if x.dim() != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}; expected (rows, columns)")
     problem, gpu = rounding_problem(x, call.format), gpu_of(x)
-    return select(IMPLS, problem, gpu, call.impl).load().rounding_plan(problem, gpu, tensors, call)
+    return serving(IMPLS, problem, gpu, call.impl).rounding_plan(problem, gpu, tensors, call)
 
 
 forward = Plans(_plan)

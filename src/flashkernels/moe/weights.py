@@ -28,6 +28,7 @@ WORDS = 64  # of a row that are packed together
 GROUPS = (64, 128, 256, 512)
 MOST = {"fp8": 448.0, "fp8_block": 448.0, "int8": 127.0, "w8": 127.0, "w4": 7.0}
 DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_block": torch.float8_e4m3fn, "int8": torch.int8}
+LEAST = 2.0**-126  # of a scale: below it numbers have fewer bits, and down to 0 a quotient is Inf or NaN
 ROUNDED = ("fp8", "fp8_block", "int8")  # formats in which the activations are rounded too
 
 
@@ -45,6 +46,7 @@ def quantise(w: Tensor, format: str, *, group: int = 128, scale_dtype: torch.dty
     """Weights (E, N, K) in `format`: "fp8", "fp8_block", "int8", "w8" or "w4".
 
     `group` and `scale_dtype` are those of "w8" and "w4"; the scales are rounded before the weights are divided by them.
+    There are no gradients.
 
     >>> import torch, flashkernels as fk
     >>> small = fk.moe.quantise(torch.randn(2, 8, 256), "w4")
@@ -55,10 +57,13 @@ def quantise(w: Tensor, format: str, *, group: int = 128, scale_dtype: torch.dty
     if w.dim() != 3:
         raise ValueError(f"w has shape {tuple(w.shape)}; expected (experts, n, k)")
     experts, n, k = w.shape
+    w = w.detach()
     if format in ("w8", "w4"):
         check_choice("group", group, GROUPS)
         parts = _padded(w.float(), group, 1).unflatten(-1, (-1, group))
-        scale = _scale(parts.abs().amax(-1), MOST[format]).to(scale_dtype)
+        kind = torch.finfo(scale_dtype)
+        least = max(LEAST, kind.smallest_normal * kind.eps)  # fp16 has 2**-24
+        scale = _scale(parts.abs().amax(-1), MOST[format], least).to(scale_dtype)
         small = (parts / scale.float()[..., None]).round().clamp(-MOST[format], MOST[format]).flatten(-2)[..., :k]
         return Quantised(pack(small, format), scale, format, (experts, n, k), group)
     if format == "fp8_block":
@@ -68,8 +73,7 @@ def quantise(w: Tensor, format: str, *, group: int = 128, scale_dtype: torch.dty
     else:
         scale = _scale(w.float().abs().amax(-1), MOST[format])
         small = w.float() / scale[..., None]
-    small = small.round() if format == "int8" else small
-    return Quantised(small.to(DTYPES[format]).contiguous(), scale, format, (experts, n, k))
+    return Quantised(_rounded(small, format), scale, format, (experts, n, k))
 
 
 def dequantise(w: Quantised) -> Tensor:
@@ -113,17 +117,23 @@ def rounded_rows(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     else:
         scale = _scale(wide.abs().amax(-1), MOST[format]) if k else wide.new_ones(x.shape[0])
         small = wide / scale[:, None]
-    small = small.round().nan_to_num(0.0) if format == "int8" else small
-    return small.to(DTYPES[format]).contiguous(), scale
+    return _rounded(small, format), scale
 
 
-def _scale(largest: Tensor, most: float) -> Tensor:
-    """To multiply by; 1 where all is 0, NaN where something is Inf or NaN.
+def _rounded(small: Tensor, format: str) -> Tensor:
+    """Quotients in 8 bits; NaN, which INT8 does not have, is 0 there."""
+    small = small.round().clamp(-127, 127).nan_to_num(0.0) if format == "int8" else small
+    return small.to(DTYPES[format]).contiguous()
+
+
+def _scale(largest: Tensor, most: float, least: float = LEAST) -> Tensor:
+    """To multiply by; 1 where all is 0, NaN where something is Inf or NaN, else at least `least`.
 
     Divided by a tensor: by a number, torch multiplies with its reciprocal on a GPU, and a scale that should be a power
     of two no longer is one.
     """
-    return torch.where(largest == 0, 1.0, largest / torch.full_like(largest, most) + (largest - largest))
+    scale = (largest / torch.full_like(largest, most)).clamp(min=least) + (largest - largest)
+    return torch.where(largest == 0, 1.0, scale)
 
 
 def _padded(x: Tensor, k: int, n: int) -> Tensor:

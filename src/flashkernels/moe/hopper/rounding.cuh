@@ -57,7 +57,8 @@ DEVICE u32 largest(const uint4 (&row)[PIECES], u32* shared, int warp, int warps,
 // To multiply by: 1 where all is 0, NaN where something is Inf or NaN.
 DEVICE float scale_of(u32 most) {
   if (most == 0) return 1.f;
-  return most >= INFINITE ? __int_as_float(0x7fffffff) : __fdiv_rn(wide_number(most), LARGEST);
+  // Not below the smallest normal number, as everywhere else: bf16 reaches it.
+  return most >= INFINITE ? __int_as_float(0x7fffffff) : fmaxf(__fdiv_rn(wide_number(most), LARGEST), 1.17549435e-38f);
 }
 
 // Division by one number, rounded as IEEE has it: where the scale has few bits, many quotients lie between two numbers

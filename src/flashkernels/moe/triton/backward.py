@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -12,6 +13,7 @@ from flashkernels.fused.rows import nothing
 from flashkernels.fused.triton.blocks import Launch
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import Run
+from flashkernels.moe import reference
 from flashkernels.moe.combine import Combine, combined
 from flashkernels.moe.gemm import GemmBackward
 from flashkernels.moe.plan import MOST_EXPERTS, most_tiles, plan_of
@@ -90,8 +92,34 @@ def dw_kernel(
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(row < width)[:, None] & (column < depth)[None, :])
 
 
+@triton.jit(do_not_specialize=["experts", "rows"])
+def clear_kernel(out_ptr, offsets_ptr, experts, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """0 in the rows past the last place."""
+    first = tl.program_id(0) * ROWS
+    end = tl.load(offsets_ptr + experts)
+    if first + ROWS <= end:
+        return
+    place = first + tl.arange(0, ROWS)
+    past = (place >= end) & (place < rows)
+    for start in tl.range(0, width, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        at = out_ptr + place.to(tl.int64)[:, None] * width + cols[None, :]
+        zero = tl.zeros((ROWS, BLOCK), out_ptr.dtype.element_ty)
+        tl.store(at, zero, mask=past[:, None] & (cols < width)[None, :])
+
+
+def fitted(grad: Tensor, permutation: Tensor) -> tuple[Tensor, Tensor]:
+    """fp16 of gradients with a wider range, and the power of two they were divided by: 1 unless the largest of them
+    would overflow. Neither Inf nor NaN, nor what is past the last place, has a say in it."""
+    grad = reference.wide(grad)
+    counts = grad.isfinite() & (permutation >= 0)[:, None]
+    largest = torch.where(counts, grad, 0.0).abs().amax() if grad.numel() else grad.new_zeros(())
+    scale = torch.exp2((torch.frexp(largest).exponent - 15).clamp(min=0).to(grad.dtype))
+    return (grad / scale).half(), scale
+
+
 def backward_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: GemmBackward) -> Run:
-    x = tensors[1]
+    grad, x = tensors[:2]
     n, depth, block = problem.n, problem.depth, problem.block
     wide = problem.dtype == "fp32"
     stages = 2 if wide else 3  # rows, then what they lead to, then the product
@@ -106,29 +134,38 @@ def backward_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...
     dw_launch = Launch(dw_kernel, of_w, 4 if wide else 8, x.device, stages)
     k_tiles, n_tiles = -(-depth // columns), -(-n // tall)
     dx_grid = most_tiles(problem.rows, problem.experts, block) * k_tiles
+    clear = Launch(clear_kernel, {"ROWS": 16, "BLOCK": 256}, 4, x.device)
+    scales = problem.dtype == "fp16" and grad.dtype != x.dtype
 
     def run(grad: Tensor, x: Tensor, w: Tensor, *plan_tensors: Tensor) -> tuple[Tensor, Tensor]:
         plan = plan_of(plan_tensors, block)
-        grad, x = grad.contiguous(), x if x.stride(1) == 1 else x.contiguous()
+        scale, made = None, x.dtype
+        if scales:  # what overflows fp16 may lead to gradients that do not: these are made in fp32
+            (grad, scale), made = fitted(grad, plan.permutation), torch.float32
+        grad, x = grad.to(x.dtype).contiguous(), x if x.stride(1) == 1 else x.contiguous()
         w = w if w.stride(2) == 1 else w.contiguous()
         dx, dw = nothing(x), nothing(w)
         if call.need_x:
-            dx = grad.new_empty(problem.rows, depth)
+            dx = grad.new_empty((problem.rows, depth), dtype=made)
             if dx_grid:
                 dx_launch(
                     dx_grid, (grad, w, plan.offsets, plan.tiles, plan.tile_offsets, dx),
                     (problem.experts, k_tiles, n, depth, w.stride(0), w.stride(1)),
                 )  # fmt: skip
+            dx = dx if scale is None else dx.mul_(scale)
+            if not call.gemm.gather and dx.numel():  # whose places are the rows of x
+                clear(-(-problem.rows // 16), (dx, plan.offsets), (problem.experts, problem.rows, depth))
             if call.gemm.gather:
                 impl = "triton" if call.gemm.impl == "hopper" else call.gemm.impl  # whose gradients are Triton's
                 dx = combined(dx, None, None, plan, Combine(problem.dtype, impl))
         if call.need_w:
-            dw = w.new_empty(w.shape)
+            dw = w.new_empty(w.shape, dtype=made)
             if dw.numel():
                 dw_launch(
                     problem.experts * n_tiles * k_tiles, (grad, x, plan.permutation, plan.offsets, dw),
                     (n_tiles, k_tiles, plan.k, n, depth, x.stride(0)),
                 )  # fmt: skip
-        return dx, dw
+            dw = dw if scale is None else dw.mul_(scale)
+        return dx.to(x.dtype), dw.to(w.dtype)
 
     return run

@@ -383,8 +383,12 @@ def wide_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], c
 
 
 def tile_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Gemm) -> Run:
-    x, w, _, _, x_scale, w_scale = tensors[:6]
-    tile = tiles.choose(problem, gpu or GPUS["h200"], w.is_contiguous() and addressable(w), call.splittable, call.tile)
+    x, w, bias, row_weights, x_scale, w_scale = tensors[:6]
+    lies = w.stride(2) != 1 or (w.is_contiguous() and w.data_ptr() % 16 == 0)  # a copy is made, or none is needed
+    by_box = lies and w.shape[2] * w.element_size() % 16 == 0
+    tile = tiles.choose(problem, gpu or GPUS["h200"], by_box, call.splittable, call.tile)
+    copied_w = w.stride(2) != 1 or (tile.tma and not w.is_contiguous())  # a forced tile may ask for TMA
+    strides_w = (w.shape[1] * w.shape[2], w.shape[2]) if copied_w else (w.stride(0), w.stride(1))
     copied = tile.copied and problem.gather
     by_tma = tile.tma and addressable(x) and rows_by_tma(problem, tile)
     early = starts_early(gpu)
@@ -397,7 +401,11 @@ def tile_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], c
     launcher = launched_early(Launcher(gemm_kernel, fixed, options, x.device.index), early)
     box = weight_box(problem, tile, call, w.shape[2]) if tile.tma else None
     x_depth = tile.block_k // PHASES.get(problem.weights, 1)
+    copied_scale = w_scale is not None and w_scale.dim() == 3 and w_scale.stride(2) != 1
     scale_strides = (0, 0) if w_scale is None else (w_scale.stride(0), w_scale.stride(1))
+    if copied_scale:
+        scale_strides = (w_scale.shape[1] * w_scale.shape[2], w_scale.shape[2])
+    scattered = any(y is not None and not y.is_contiguous() for y in (bias, row_weights, x_scale))
     copied_x = x.stride(1) != 1
     stride_x = x.shape[1] if copied or copied_x else x.stride(0)
     x_box = ((problem.rows if copied else x.shape[0], x.shape[1]), (stride_x, 1), [tile.block_m, x_depth])
@@ -405,8 +413,8 @@ def tile_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], c
     output = room(shape, call.out_dtype if tile.split == 1 else torch.float32, x.device)
     numbers = (
         problem.rows, tensors[9].shape[1], problem.experts, n_tiles, programs, problem.width, problem.depth, w.shape[2],
-        stride_x, w.stride(0), w.stride(1), *scale_strides, 0 if x_scale is None else x_scale.stride(0), call.alpha,
-        call.limit,
+        stride_x, *strides_w, *scale_strides, 0 if x_scale is None else x_scale.shape[1] if x_scale.dim() == 2 else 1,
+        call.alpha, call.limit,
     )  # fmt: skip
 
     def run(
@@ -418,6 +426,10 @@ def tile_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], c
         if most == 0:
             return out
         x = x.contiguous() if copied_x else x
+        w = w.contiguous() if copied_w else w
+        w_scale = w_scale.contiguous() if w_scale is not None and copied_scale else w_scale
+        if scattered:
+            bias, row_weights, x_scale = (None if y is None else y.contiguous() for y in (bias, row_weights, x_scale))
         x = gather(x, permutation, offsets) if gather else x
         arguments = (
             x, Descriptor(x, *x_box) if by_tma else None, w, Descriptor(w, *box) if box else None, bias, x_scale,

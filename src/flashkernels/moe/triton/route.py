@@ -197,10 +197,10 @@ def place_all(
     base = (tl.cumsum(table, 0) - table + starts[None, :]).reshape(PARTS * E)
     item = tl.arange(0, ITEMS)
     here = item < used_items
-    expert = tl.load(ids_ptr + item, mask=here, other=-1, cache_modifier=".cg").to(tl.int32)
+    expert = tl.load(ids_ptr + item, mask=here, other=-1, cache_modifier=".cg")  # 64 bits where the caller's ids have
     rank = tl.load(inverse_ptr + item, mask=here, other=0, cache_modifier=".cg")
     kept = here & (expert >= first) & (expert < last)
-    at = tl.where(kept, item // K // tokens_of_part * E + expert, 0)
+    at = tl.where(kept, item // K // tokens_of_part * E + expert.to(tl.int32), 0)
     place = tl.gather(base, at, 0) + rank
     tl.store(permutation_ptr + place, item, mask=kept)
     tl.store(permutation_ptr + item, -1, mask=(item < items) & (item >= tl.sum(counts, 0)))
@@ -353,10 +353,10 @@ def place_kernel(
         item = i + tl.arange(0, ITEMS)
         inside = item < end
         here = inside & (item < used * K)
-        expert = tl.load(ids_ptr + item, mask=here, other=-1).to(tl.int32)
+        expert = tl.load(ids_ptr + item, mask=here, other=-1)  # 64 bits where the caller's ids have
         kept = (expert >= first) & (expert < last)
         rank = tl.load(inverse_ptr + item, mask=kept, other=0)
-        place = tl.gather(base, tl.where(kept, expert, 0), 0) + rank
+        place = tl.gather(base, tl.where(kept, expert.to(tl.int32), 0), 0) + rank
         tl.store(permutation_ptr + place, item, mask=kept)
         tl.store(permutation_ptr + item, -1, mask=inside & (item >= placed))
         tl.store(inverse_ptr + item, tl.where(kept, place, -1), mask=inside)
@@ -424,6 +424,7 @@ def route_plan(problem: RouteProblem, gpu: Gpu | None, tensors: tuple[Any, ...],
         if tokens == 0:
             return (weights, ids, *(x.zero_() for x in plan[:6])) if plan else (weights, ids)
         logits = logits.contiguous() if copied else logits
+        bias = None if bias is None else bias.contiguous()
         done = zeros(1, torch.int32, logits.device.index) if plan and finisher.counted else None
         outputs = finisher.outputs(plan) if plan else (None,) * 5
         inverse = plan.inverse if plan else None
