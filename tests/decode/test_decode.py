@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings, strategies as st
 
 import flashkernels as fk
 from flashkernels.decode.api import run
 from flashkernels.decode.tensors import Call
-from flashkernels.decode.triton import tiles
+from flashkernels.decode.triton import decode as portable, tiles
+from flashkernels.decode.triton.parts import pages_of
 from flashkernels.kvcache import PagedCache
 from flashkernels.tiling import use_tile
 
@@ -164,6 +167,97 @@ def test_infinity_in_a_value(impl: str) -> None:
     cache.v[int(cache.block_table[0, 2]), 7, 0, 5] = float("inf")  # of the newest key
     out = fk.decode(queries(cache, 2), cache, impl=impl)
     assert out[0, 0].isfinite().all() and (out[0, 1, :2, 5] == float("inf")).all()
+
+
+@each_impl
+@pytest.mark.parametrize("keys", [1, 20, 200])
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_values_whose_scale_is_zero(form: str, keys: int, impl: str) -> None:
+    """Of the first keys, of which a part of the work may see no other; the others may have a negative one."""
+    cache = cache_of([200], form, dim=16)
+    assert cache.v_scale is not None
+    for j in range(200):
+        cache.v_scale[int(cache.block_table[0, j // 16]), j % 16] *= 0.0 if j < keys else (-1.0) ** j
+    check(queries(cache), cache, impl)
+
+
+@each_impl
+@pytest.mark.parametrize("scales", ["token", "head"])
+@pytest.mark.parametrize("form", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("odd", [False, True], ids=["words", "bytes"])
+def test_a_nan_of_eight_bits_reaches_those_who_see_it(odd: bool, form: str, scales: str, impl: str) -> None:
+    """In one column of the newest value, which the first of two tokens does not see."""
+    cache = cache_of([40, 33], form, scales=scales, dim=19 if odd else 32)
+    cache.v.view(torch.uint8)[int(cache.block_table[0, 2]), 7, 0, 5] = 0x7F
+    q = queries(cache, 2)
+    out = fk.decode(q, cache, impl=impl)
+    assert out[0, 1, :2, 5].isnan().all() and out.isnan().sum() == 2
+    cache.v.view(torch.uint8)[int(cache.block_table[0, 2]), 7, 0, 5] = 0
+    want = fk.decode(q, cache, impl="torch")
+    out[0, 1, :2, 5] = want[0, 1, :2, 5]
+    torch.testing.assert_close(out, want, atol=2e-3, rtol=2e-3)
+
+
+@each_impl
+@pytest.mark.parametrize("form", ["fp16", "fp8", "int8"])
+def test_a_tree_hides_the_newest_of_one_token(form: str, impl: str) -> None:
+    cache = cache_of([20], form, dim=16)
+    page = int(cache.block_table[0, 1])
+    if form == "fp8":
+        cache.v.view(torch.uint8)[page, 3] = 0x7F
+    else:
+        (cache.v if cache.v_scale is None else cache.v_scale)[page, 3] = torch.nan
+    out = fk.decode(queries(cache), cache, tree_mask=torch.zeros(1, 1).bool(), impl=impl)
+    assert out.isfinite().all()
+
+
+@each_impl
+def test_pages_at_an_odd_byte(impl: str) -> None:
+    pages = torch.randint(-100, 100, (2, 4, 16, 2, 34), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    scales = torch.tensor([0.01, 0.02]).half()
+    table, lengths = torch.arange(4).int().view(2, 2), torch.tensor([20, 7]).int()
+    cache = PagedCache(pages[0, ..., 1:33], pages[1, ..., :32], table, lengths, scales, scales)
+    assert cache.k.data_ptr() % 2
+    check(queries(cache), cache, impl)
+
+
+@interpreted
+def test_scales_at_half_a_word_are_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU reads 32 bits at multiples of 4 bytes only."""
+    given: list[bool] = []
+    made = portable.constants
+
+    def spy(*sizes: Any, **more: Any) -> dict[str, Any]:
+        fixed = made(*sizes, **more)
+        given.append(fixed["SCALE_WORDS"])
+        return fixed
+
+    monkeypatch.setattr(portable, "constants", spy)
+    cache = cache_of([20, 7], "int8")
+    assert cache.k_scale is not None and cache.v_scale is not None
+    wide = [torch.ones(*x.shape[:2], 4).half() for x in (cache.k_scale, cache.v_scale)]
+    for first in (2, 1):
+        for to, x in zip(wide, (cache.k_scale, cache.v_scale), strict=True):
+            to[..., first : first + 2] = x
+        k_scale, v_scale = wide[0][..., first : first + 2], wide[1][..., 2:]
+        wide[1][..., 2:] = cache.v_scale
+        moved = PagedCache(cache.k, cache.v, cache.block_table, cache.lengths, k_scale, v_scale)
+        check(queries(moved), moved, "triton")
+    assert given == [True, False]
+
+
+@triton.jit
+def _offsets(to_ptr, table_ptr, STEP: tl.constexpr):
+    page, slot = pages_of(table_ptr, 0, 0, 16, 16, False)
+    tl.store(to_ptr + tl.arange(0, 16), page + slot * STEP)
+
+
+@interpreted
+def test_slots_that_lie_far_apart() -> None:
+    """2^28 elements from slot to slot: the last of 16 is past 32 bits."""
+    to = torch.zeros(16, dtype=torch.int64)
+    _offsets[(1,)](to, torch.zeros(1, dtype=torch.int32), 1 << 28)
+    assert to.tolist() == [slot << 28 for slot in range(16)]
 
 
 @each_impl

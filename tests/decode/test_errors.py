@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import flashkernels as fk
 from flashkernels.compat.flash_attn import flash_attn_with_kvcache
+from flashkernels.kvcache import PagedCache
 
 from .cases import cache_of, each_impl, queries
 
@@ -89,3 +91,48 @@ def test_no_gradients() -> None:
     cache = cache_of([9, 4])
     with pytest.raises(fk.UnsupportedError, match="no gradients"):
         fk.decode(queries(cache).requires_grad_(), cache)
+
+
+@pytest.mark.parametrize("name", ["q", "cache.k", "cache.v", "cache.k_scale", "cache.v_scale", "alibi_slopes", "sinks"])
+def test_whatever_asks_for_gradients_is_named(name: str) -> None:
+    cache = cache_of([9, 4], "int8" if "scale" in name else "fp16")
+    given = {"q": queries(cache), "alibi_slopes": torch.ones(4), "sinks": torch.ones(4)}
+    asking = getattr(cache, name[6:]) if name.startswith("cache.") else given[name]
+    asking.requires_grad_()
+    with pytest.raises(fk.UnsupportedError, match=f"^{name}: there are no gradients"):
+        fk.decode(cache=cache, **given)
+    with torch.no_grad():
+        fk.decode(cache=cache, **given)
+
+
+@pytest.mark.parametrize("name", ["q", "v", "sinks"])
+def test_tangents_are_refused(name: str) -> None:
+    cache, sinks = cache_of([9, 4]), torch.ones(4)
+    q = queries(cache)
+    with forward_ad.dual_level():
+        given = {"q": q, "v": cache.v, "sinks": sinks}
+        given[name] = forward_ad.make_dual(given[name], torch.ones_like(given[name]))
+        cache = PagedCache(cache.k, given["v"], cache.block_table, cache.lengths)
+        with pytest.raises(NotImplementedError, match="has a tangent"):
+            fk.decode(given["q"], cache, sinks=given["sinks"])
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "return-lse": ({"return_lse": 1}, TypeError, "return_lse=1 must be a bool"),
+    "batch-invariant": ({"batch_invariant": 1}, TypeError, "batch_invariant=1 must be a bool"),
+    "causal": ({"causal": [True]}, TypeError, r"causal=\[True\] must be a bool, got list"),
+    "softmax-scale": ({"softmax_scale": [1.0]}, TypeError, r"softmax_scale=\[1.0\] must be a float"),
+    "window": ({"window": ([1], 2)}, TypeError, r"window=\(\[1\], 2\) must hold two ints"),
+    "impl": ({"impl": ["x"]}, ValueError, r"impl=\['x'\] is not one of"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_are_named_also_where_a_call_like_it_is_kept(name: str) -> None:
+    changes, error, words = SETTINGS[name]
+    cache = cache_of([9, 4])
+    q = queries(cache)
+    fk.decode(q, cache, return_lse=True)
+    fk.decode(q, cache, batch_invariant=True)
+    with pytest.raises(error, match=words):
+        fk.decode(q, cache, **changes)

@@ -12,9 +12,11 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import flashkernels as fk
-from flashkernels.decode.hopper import tiles
+from flashkernels.decode.hopper import decode, tiles
 from flashkernels.decode.hopper.source import HopperDecodeTile, stored_bytes
 from flashkernels.decode.problem import DecodeProblem
+from flashkernels.decode.tensors import Call
+from flashkernels.decode.validation import described
 from flashkernels.formats import FORMATS as ALL_FORMATS
 from flashkernels.hardware import lookup
 from flashkernels.jit.counters import SLOT
@@ -157,12 +159,42 @@ def test_a_larger_cache_never_goes_back(
 @pytest.mark.parametrize(
     ("tile", "together", "word"),
     [((12, 1, 1, 4, 3), True, "3 heads"), ((12, 1, 1, 2, 8), True, "12 warps"),
-     ((8, 1, 1, 2, 4), False, "side by side"), ((8, 1, 1, 3, 2), True, "4 warps for each head")],
+     ((8, 1, 1, 2, 4), False, "side by side"), ((8, 1, 1, 3, 2), True, "4 warps for each head"),
+     ((4, 2, 1, 2, 2), True, "per_sm=2")],
     ids=str,
 )  # fmt: skip
 def test_rows_that_cannot_be_copied_together(tile: tuple[int, ...], together: bool, word: str) -> None:
     with use_tile(tile=HopperDecodeTile(*tile)), pytest.raises(TilingError, match=word):
         tiles.variant_of(PROBLEM, 2048, 2048, together=together)
+
+
+class Launched:
+    """A kernel that only notes where its queries lie."""
+
+    def __init__(self) -> None:
+        self.q: list[tuple[int, int]] = []
+
+    def launch(self, grid: int, threads: int, stream: int, address: int) -> None:
+        params = decode.Params.from_address(address)
+        self.q.append((params.q, params.q_head))
+
+
+@pytest.mark.parametrize("first", [0, 1, 4])
+def test_queries_are_read_eight_bytes_at_a_time(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contiguous ones at another place are copied too, in every call."""
+    kernel = Launched()
+    monkeypatch.setattr(decode, "kernel", lambda variant: kernel)
+    monkeypatch.setattr(decode, "counters", lambda device, stream: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    cache = cache_of([20, 7], dim=64, kv_heads=2)
+    q = torch.zeros(first + 2 * 4 * 64, dtype=torch.float16)[first:].view(2, 1, 4, 64)
+    call = Call(q, cache)
+    run = decode.plan(described(call, 1, True, None, (-1, -1), 0.0), H200, call)
+    run(call, 0.125, 0.0)
+    run(call, 0.125, 0.0)
+    assert [(place % 8, step) for place, step in kernel.q] == [(0, 64)] * 2
+    assert (kernel.q[0][0] == q.data_ptr()) == (first % 4 == 0)
 
 
 # --- on a GPU

@@ -11,7 +11,7 @@ from torch import Tensor
 import flashkernels as fk
 from flashkernels.kvcache import PagedCache
 
-from .cases import cache_of, each_impl, queries
+from .cases import cache_of, each_impl, interpreted, queries
 
 
 def states(
@@ -95,3 +95,38 @@ def test_caches_of_another_type_are_named() -> None:
         fk.cascade_decode(queries(cache), None, cache)
     with pytest.raises(TypeError, match=r"cache must be a kvcache.PagedCache, got NoneType"):
         fk.cascade_decode(queries(cache), cache, None)
+
+
+def test_what_a_part_without_keys_holds_does_not_matter() -> None:
+    out, lse = torch.randn(1, 2, 3, 4), torch.randn(1, 3, 2)
+    nothing = torch.full_like(out, torch.nan), torch.full_like(lse, float("-inf"))
+    both, total = fk.merge_states([out, nothing[0]], [lse, nothing[1]])
+    torch.testing.assert_close((both, total), (out, lse))
+
+
+@pytest.mark.parametrize("sink", [None, float("-inf"), 0.5])
+def test_gradients_of_rows_without_keys(sink: float | None) -> None:
+    """No part has keys for the first head, one of two for the second."""
+    out, lse = torch.randn(2, 1, 2, 3, 4), torch.randn(2, 1, 3, 2)
+    lse[:, :, 0] = lse[0, :, 1] = float("-inf")
+    out.requires_grad_()
+    lse.requires_grad_()
+    sinks = None if sink is None else torch.full((3,), sink, requires_grad=True)
+    merged, total = fk.merge_states([*out], [*lse], sinks=sinks)
+    (merged.sum() + total[total.isfinite()].sum()).backward()
+    for x in (out, lse, sinks):
+        assert x is None or (x.grad is not None and x.grad.isfinite().all())
+    assert lse.grad is not None and not lse.grad[:, :, 0].any() and lse.grad[:, :, 2].all()
+
+
+@interpreted
+def test_a_cascade_is_batch_invariant() -> None:
+    """A sequence alone and in company, bit for bit: also of the prefix, whose rows are those of the whole batch."""
+    prefix = cache_of([300], "int8", kv_heads=1, seed=3)
+    cache = cache_of([9] * 8, "int8", kv_heads=1)
+    q = queries(cache, 2)
+    one = PagedCache(cache.k, cache.v, cache.block_table[:1], cache.lengths[:1], cache.k_scale, cache.v_scale)
+    alone = fk.cascade_decode(q[:1], prefix, one, batch_invariant=True, impl="triton")
+    together = fk.cascade_decode(q, prefix, cache, batch_invariant=True, impl="triton")
+    assert isinstance(alone, Tensor) and isinstance(together, Tensor) and torch.equal(alone[0], together[0])
+    torch.testing.assert_close(together, fk.cascade_decode(q, prefix, cache, impl="torch"), atol=2e-3, rtol=2e-3)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import flashkernels as fk
+from flashkernels.kvcache import PagedCache
 
 from . import oracle
-from .cases import cache_of, each_impl
+from .cases import cache_of, each_impl, interpreted
 
 LENGTHS, COUNTS = [0, 1, 40, 20], [0, 1, 9, 1]
 FEATURES: dict[str, dict[str, Any]] = {
@@ -74,3 +75,15 @@ def test_bad_arguments_are_named(name: str) -> None:
     }
     with pytest.raises(error, match=words):
         fk.attention_paged(**good | changes)
+
+
+@interpreted
+def test_batch_invariance() -> None:
+    """A sequence of one token alone and beside a long prompt, bit for bit: the tile may not depend on the longest."""
+    cache = cache_of([300, 90], "int8", kv_heads=1, dim=64)
+    one = PagedCache(cache.k, cache.v, cache.block_table[:1], cache.lengths[:1], cache.k_scale, cache.v_scale)
+    q = torch.randn(17, 4, 64, generator=torch.Generator().manual_seed(5)).half()
+    features: dict[str, Any] = {"batch_invariant": True, "return_lse": True, "impl": "triton"}
+    alone, alone_lse = fk.attention_paged(q[:1], one, torch.tensor([0, 1]).int(), 1, **features)
+    out, lse = fk.attention_paged(q, cache, torch.tensor([0, 1, 17]).int(), 16, **features)
+    assert torch.equal(alone[0], out[0]) and torch.equal(alone_lse[:, 0], lse[:, 0])

@@ -12,6 +12,7 @@ from torch import Tensor
 import flashkernels as fk
 from flashkernels import formats
 from flashkernels.kvcache import PagedCache, append, gather
+from flashkernels.kvcache.append import Append, _planned
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 each_impl = pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=interpreted)])
@@ -216,3 +217,28 @@ def test_op_is_registered_well() -> None:
     k, v = tokens(3, 2)
     arguments = (cache.k, cache.v, cache.k_scale, cache.v_scale, cache.block_table, cache.lengths, k, v)
     torch.library.opcheck(append_op, (*arguments, None, None, None, None, 0, False, "auto"))
+
+
+@each_impl
+def test_rows_past_the_last_sequence_are_left_out(impl: str) -> None:
+    """As on a GPU, where nobody reads cu_seqlens first: what lies after the table and the lengths is not ours."""
+    table, lengths = torch.tensor([[0], [1]], dtype=torch.int32), torch.tensor([3, 2], dtype=torch.int32)
+    pages, x = torch.zeros(2, 4, 1, 16), torch.ones(2, 1, 16)
+    ends = torch.tensor([0, 1, 2], dtype=torch.int32)
+    tensors = (pages, pages.clone(), None, None, table[:1], lengths[:1], x, x, None, None, None, ends[:2])
+    _planned(tensors, Append(0, False, impl))
+    assert pages[0, 2].all() and pages.sum() == 16
+
+
+@pytest.mark.parametrize("name", ["cache.k", "cache.v", "cache.k_scale", "cache.v_scale", "k", "v", "cos", "sin"])
+def test_whatever_asks_for_gradients_is_named(name: str) -> None:
+    cache = empty("int8" if "scale" in name else "fp32", dim_v=40)
+    k, v = tokens(3, 2, dim_v=40)
+    cos, sin = fk.rope_tables(20, 40)
+    given = {"k": k, "v": v, "cos": cos, "sin": sin}
+    asking = getattr(cache, name[6:]) if name.startswith("cache.") else given[name]
+    asking.requires_grad_()
+    before = cache.k.detach().clone()
+    with pytest.raises(fk.UnsupportedError, match=rf"^{name}: a cache has no gradients"):
+        append(cache, **given)
+    assert torch.equal(cache.k, before)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -38,7 +40,7 @@ def test_gather_does_not_see_what_is_not_there() -> None:
         gather(cache, 10)
 
 
-@pytest.mark.parametrize("form", ["fp32", "int8"])
+@pytest.mark.parametrize("form", ["fp32", "int8", "fp8", "fp8_e5m2"])
 def test_copy_reads_before_it_writes(form: str) -> None:
     cache, _ = filled(form)
     before = [x.clone() for x in cache.tensors if x is not None]
@@ -46,6 +48,7 @@ def test_copy_reads_before_it_writes(form: str) -> None:
     after = [x for x in cache.tensors if x is not None]
     for old, new in zip(before, after, strict=True):
         if old.shape[0] == 6:
+            new, old = (x.view(torch.uint8) for x in (new, old))  # FP8 is not compared
             assert torch.equal(new[[1, 0]], old[[0, 1]]) and torch.equal(new[2:], old[2:])
 
 
@@ -101,3 +104,40 @@ def test_swap() -> None:
         host.swap_out(cache, pages=[0], slots=[2])
     with pytest.raises(ValueError, match="1 pages and 2 slots"):
         host.swap_out(cache, pages=[0], slots=[0, 1])
+
+
+def test_swap_names_what_is_wrong() -> None:
+    cache, _ = filled("fp32")
+    for pages in ("2", True, 2.0):
+        with pytest.raises(TypeError, match=rf"pages={pages!r} must be an int, got {type(pages).__name__}"):
+            Host(cache, pages)  # type: ignore[arg-type]
+    host = Host(cache, 2)
+    with pytest.raises(ValueError, match=r"slots=\[1, 1\] names one twice"):
+        host.swap_out(cache, pages=[0, 1], slots=[1, 1])
+    with pytest.raises(ValueError, match=r"pages=\[3, 3\] names one twice"):
+        host.swap_in(cache, slots=[0, 1], pages=[3, 3])
+    host.swap_out(cache, pages=[3, 3], slots=[0, 1])
+    with pytest.raises(TypeError, match=r"pages=\[0.5\] must be a sequence of ints"):
+        host.swap_out(cache, pages=[0.5], slots=[0])  # type: ignore[list-item]
+    host.device = torch.device("meta")
+    with pytest.raises(ValueError, match="cache is on cpu; this host memory was made for meta"):
+        host.swap_out(cache, pages=[0], slots=[0])
+
+
+def test_the_stream_of_a_swap_is_known_to_the_memory_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is freed under a copy is then not given to others."""
+    cache, _ = filled("int8")
+    host, seen = Host(cache, 2), []
+
+    class Stream:
+        device = None
+
+        def wait_stream(self, other: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: seen.append((x.data_ptr(), stream)))
+    host.stream = Stream()  # type: ignore[assignment]
+    host.swap_out(cache, pages=[0], slots=[0])
+    stored = [x for x in (cache.k, cache.v, cache.k_scale, cache.v_scale) if x is not None]
+    assert seen == [(x.data_ptr(), host.stream) for x in stored]

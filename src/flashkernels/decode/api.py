@@ -12,7 +12,7 @@ from flashkernels.decode.hopper import tiles as hopper_tiles
 from flashkernels.decode.problem import DecodeProblem
 from flashkernels.decode.tensors import Call, Run, empty_lse, empty_output
 from flashkernels.decode.validation import MOST_TOKENS, described
-from flashkernels.dispatch import Impl, UnsupportedError, lacks_triton, leaves_the_cpu, select
+from flashkernels.dispatch import Impl, UnsupportedError, lacks_triton, leaves_the_cpu, serving
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import unwatched
 from flashkernels.kvcache.cache import PagedCache, readable
@@ -169,13 +169,14 @@ def run(
     if check and call.cu_seqlens_q is not None:
         described(call, tokens, causal, softmax_scale, window, softcap)
         _check_ragged(call, tokens)
-    watched = (q, cache.k, cache.lengths, call.tree_mask, call.alibi_slopes, call.sinks)
+    watched = (
+        q, cache.k, cache.v, cache.k_scale, cache.v_scale, cache.lengths, call.tree_mask, call.alibi_slopes, call.sinks
+    )  # fmt: skip
     if isinstance(window, tuple) and unwatched(watched):
         settings = (tokens, causal, softmax_scale, window, softcap, need_lse, batch_invariant, impl)
         return _launched(call, *settings)
-    described(call, tokens, causal, softmax_scale, window, softcap)  # the same errors as eager
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, call.alibi_slopes, call.sinks)):
-        raise UnsupportedError("q: there are no gradients through a cache: call it under torch.no_grad()")
+    described(call, tokens, causal, softmax_scale, window, softcap, need_lse, batch_invariant)  # the errors of eager
+    refuse_gradients(call)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     return decode_op(
         q, *cache.tensors, *call[2:], tokens, causal, scale, window[0], window[1], softcap, need_lse, batch_invariant,
@@ -183,24 +184,44 @@ def run(
     )  # fmt: skip
 
 
+def refuse_gradients(call: Call) -> None:
+    """Raises where one of the tensors asks for a gradient."""
+    if not torch.is_grad_enabled():
+        return
+    cache = call.cache
+    for name, x in (
+        ("q", call.q), ("cache.k", cache.k), ("cache.v", cache.v), ("cache.k_scale", cache.k_scale),
+        ("cache.v_scale", cache.v_scale), ("alibi_slopes", call.alibi_slopes), ("sinks", call.sinks),
+    ):  # fmt: skip
+        if x is not None and x.requires_grad:
+            raise UnsupportedError(f"{name}: there are no gradients through a cache: call it under torch.no_grad()")
+
+
 def _launched(
     call: Call, tokens: int, causal: bool, softmax_scale: float | None, window: tuple[int, int], softcap: float,
     need_lse: bool, batch_invariant: bool, impl: str,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     # 1, 1.0 and True are equal, but not equally valid: types are part of the key
-    types = (type(tokens), type(causal), type(softmax_scale), type(softcap), *map(type, window))
-    key = (
+    types = (
+        type(tokens), type(causal), type(softmax_scale), type(softcap), type(need_lse), type(batch_invariant),
+        *map(type, window),
+    )  # fmt: skip
+    key: Any = (
         *map(_signature, (call.q, *call[2:])), call.cache.signature, tokens, causal, softmax_scale, window, softcap,
         need_lse, batch_invariant, impl, types, override(),
     )  # fmt: skip
-    plan = _plans.get(key)
+    try:
+        plan = _plans.get(key)
+    except TypeError:  # a setting without a hash: the checks below say which
+        plan = key = None
     if plan is None:
         problem = described(call, tokens, causal, softmax_scale, window, softcap, need_lse, batch_invariant)
         gpu = hardware.detect(call.q.device) if problem.device == "cuda" else None
-        plan = select(IMPLS, problem, gpu, impl).load().plan(problem, gpu, call)
+        plan = serving(IMPLS, problem, gpu, impl).plan(problem, gpu, call)
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
-        _plans[key] = plan
+        if key is not None:
+            _plans[key] = plan
     if call.cu_seqlens_q is not None and not call.q.is_cuda:
         _check_ragged(call, tokens)
     scale = call.q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale

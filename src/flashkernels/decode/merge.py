@@ -10,6 +10,7 @@ from torch import Tensor
 from flashkernels.attention.validation import check_extra
 from flashkernels.decode.api import decode, run
 from flashkernels.decode.tensors import Call
+from flashkernels.decode.triton.tiles import MOST_ROWS
 from flashkernels.kvcache.cache import PagedCache
 
 
@@ -36,15 +37,18 @@ def merge_states(
     _check(outs, lses, sinks)
     lse = torch.stack(list(lses)).float()
     heads = lse.shape[-2]
-    total = torch.logsumexp(lse, 0)
+    terms = lse
     if sinks is not None:
-        total = torch.logaddexp(total, sinks.float().view(heads, 1).expand_as(total))
-    # -inf - -inf would be NaN
-    shares = torch.exp(lse - total.masked_fill(total == float("-inf"), 0.0)).transpose(-1, -2)[..., None]
+        terms = torch.cat((lse, sinks.float().view(heads, 1).expand_as(lse[:1])))
+    # -inf - -inf would be NaN, also in the gradients: rows without a key are filled, and put back below
+    empty = (terms == float("-inf")).all(0)
+    total = torch.logsumexp(torch.where(empty, 0.0, terms), 0)
+    shares = torch.exp(lse - total).transpose(-1, -2)[..., None]
+    there = (lse != float("-inf")).transpose(-1, -2)[..., None]
     out = torch.zeros_like(outs[0], dtype=torch.float32)
-    for share, part in zip(shares, outs, strict=True):
-        out += share * part.float()
-    return out.to(outs[0].dtype), total
+    for share, has_keys, part in zip(shares, there, outs, strict=True):
+        out += share * torch.where(has_keys, part.float(), 0.0)  # 0 * NaN would be NaN
+    return out.to(outs[0].dtype), torch.where(empty, float("-inf"), total)
 
 
 def cascade_decode(
@@ -85,13 +89,17 @@ def cascade_decode(
         batch_invariant=batch_invariant, check=check, impl=impl,
     )  # fmt: skip
     batch, tokens, heads, _ = q.shape
-    together = Call(q.reshape(1, batch * tokens, heads, q.shape[3]), prefix)
-    settings = (batch * tokens, False, softmax_scale, (-1, -1), softcap, True, batch_invariant, check, impl)
-    shared, shared_lse = run(together, *settings)
+    rows, together = batch * tokens, q.reshape(1, batch * tokens, heads, q.shape[3])
+    if batch_invariant:  # more rows, of nothing: tiles are those of many, however few these are
+        more = max(0, MOST_ROWS * prefix.kv_heads // heads - rows)
+        together = torch.nn.functional.pad(together, (0, 0, 0, 0, 0, more))
+    settings = (together.shape[1], False, softmax_scale, (-1, -1), softcap, True, batch_invariant, check, impl)
+    shared, shared_lse = run(Call(together, prefix), *settings)
     assert shared_lse is not None  # it was asked for
+    shared, shared_lse = shared[:, :rows], shared_lse[..., :rows]
     out, lse = merge_states(
-        (shared.view(own.shape), own),
-        (shared_lse.view(heads, batch, tokens).transpose(0, 1), own_lse), sinks=sinks,
+        (shared.reshape(own.shape), own),
+        (shared_lse.reshape(heads, batch, tokens).transpose(0, 1), own_lse), sinks=sinks,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 

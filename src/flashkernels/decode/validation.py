@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flashkernels.attention.tensors import unaddressable
-from flashkernels.attention.validation import check_count, check_extra, check_flag, check_numbers
+from flashkernels.attention.validation import check_count, check_extra, check_flag, check_numbers, is_positive
 from flashkernels.decode.problem import DecodeProblem
 from flashkernels.decode.tensors import Call
 from flashkernels.kvcache.cache import PagedCache
@@ -41,7 +41,7 @@ def described(
         head_dim_v=cache.head_dim_v, context=cache.capacity, page_size=cache.page_size,
         row_bits=cache.bits_per_token // cache.kv_heads, dtype=DTYPES[q.dtype], format=cache.format.name,
         scales=cache.scales, shared=cache.shared, one_page=cache.block_table.shape[1] == 1, causal=causal,
-        window=window, softcap=softcap != 0, positive_scale=softmax_scale is None or softmax_scale > 0,
+        window=window, softcap=softcap != 0, positive_scale=is_positive(softmax_scale),
         alibi=call.alibi_slopes is not None, sinks=call.sinks is not None, tree=call.tree_mask is not None,
         ragged=ragged, total=q.shape[0] if ragged else 0, need_lse=need_lse, batch_invariant=batch_invariant,
         unaddressable=unaddressable_cache(cache) if q.is_cuda else "", device=q.device.type,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashkernels.dispatch import Impl, UnsupportedError, lacks_triton, leaves_the_cpu, select
+from flashkernels.dispatch import Impl, UnsupportedError, lacks_triton, leaves_the_cpu, serving
 from flashkernels.formats import encode
 from flashkernels.fused.rope import rope
 from flashkernels.fused.rows import DTYPES, RowProblem, check_rows, gpu_of
@@ -36,6 +36,13 @@ IMPLS = (
 )
 
 
+# of the tensors of a call, in their order
+NAMES = (
+    "cache.k", "cache.v", "cache.k_scale", "cache.v_scale", "cache.block_table", "cache.lengths", "k", "v", "cos",
+    "sin", "position_ids", "cu_seqlens",
+)  # fmt: skip
+
+
 class Append(NamedTuple):
     """What a call asks for, beside its tensors."""
 
@@ -60,7 +67,8 @@ def append(
         position_ids: (B, T), or (total,): rows of the tables; by default the key's place in its sequence. A position
             outside the tables gives NaN (on the CPU an error).
         interleaved, rotary_dim: as of `fk.rope`.
-        cu_seqlens: (B + 1,) int32: the tokens of sequence b are rows cu_seqlens[b] to cu_seqlens[b + 1].
+        cu_seqlens: (B + 1,) int32: the tokens of sequence b are rows cu_seqlens[b] to cu_seqlens[b + 1]. Rows past the
+            last of these are left out (on the CPU an error).
         check: raise where the block table or a length is wrong, with the sequence and the slot: `PagedCache.check`.
             This waits for the device; on the CPU it is always done. Without it a token whose place is not in 0 to
             capacity - 1 is left out, and a wrong page writes to wrong memory.
@@ -80,8 +88,6 @@ def append(
     if check or readable(k):
         cache.check()
         _check_places(cache, k, cu_seqlens)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (k, v)):
-        raise UnsupportedError("a cache has no gradients: call append under torch.no_grad()")
     turned = 0
     if cos is not None:
         turned = rotary_dim if rotary_dim is not None else min(2 * cos.shape[-1], cache.head_dim)
@@ -89,8 +95,12 @@ def append(
     tensors = (*pages, cache.block_table, cache.lengths, k, v, cos, sin, position_ids, cu_seqlens)
     if unwatched(tensors):
         _planned(tensors, Append(turned, interleaved, impl))
-    else:
-        append_op(*tensors, turned, interleaved, impl)
+        return
+    if torch.is_grad_enabled():
+        for name, x in zip(NAMES, tensors, strict=True):
+            if x is not None and x.requires_grad:
+                raise UnsupportedError(f"{name}: a cache has no gradients: call append under torch.no_grad()")
+    append_op(*tensors, turned, interleaved, impl)
 
 
 def _check(
@@ -185,7 +195,7 @@ def _plan(tensors: tuple[Any, ...], call: Any) -> Run:
         "append", tokens * cache.kv_heads, cache.head_dim, DTYPES[k.dtype], pages.device.type, moved, cache.format.name
     )
     gpu = gpu_of(k)
-    return select(IMPLS, problem, gpu, call.impl).load().plan(problem, gpu, tensors, call)
+    return serving(IMPLS, problem, gpu, call.impl).plan(problem, gpu, tensors, call)
 
 
 _planned = Plans(_plan)
@@ -233,8 +243,13 @@ def _places(cache: PagedCache, k: Tensor, cu_seqlens: Tensor | None) -> tuple[Te
         sequence = torch.arange(cache.batch, device=k.device)[:, None].expand(-1, count)
         return sequence, cache.lengths[:, None].long() - count + torch.arange(count, device=k.device)
     row = torch.arange(k.shape[0], device=k.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row.int(), right=True)
-    return sequence, cache.lengths[sequence] - cu_seqlens[1:][sequence] + row
+    ends = cu_seqlens[1:].contiguous()
+    sequence = torch.searchsorted(ends, row.int(), right=True)
+    there = sequence < cache.batch  # rows past the last end are nobody's
+    if not cache.batch:
+        return sequence, row.new_full(row.shape, -1)
+    sequence = sequence.clamp(max=cache.batch - 1)
+    return sequence, torch.where(there, cache.lengths[sequence] - ends[sequence] + row, -1)
 
 
 # --- the registered op: schema and fake, for torch.compile and torch.export

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -73,7 +74,8 @@ def copy_pages(cache: PagedCache, source: Tensor, target: Tensor) -> None:
     if readable(target) and target.unique().numel() != target.numel():
         raise ValueError(f"target={target.tolist()} names a page twice")
     for x in _stored(cache):
-        x.index_copy_(0, target.long(), x.index_select(0, source.long()))
+        pages = x.view(torch.uint8) if x.element_size() == 1 else x  # torch copies no FP8 by index
+        pages.index_copy_(0, target.long(), pages.index_select(0, source.long()))
 
 
 class Host:
@@ -92,20 +94,22 @@ class Host:
 
     def __init__(self, cache: PagedCache, pages: int) -> None:
         _check_cache(cache)
+        if isinstance(pages, bool) or not isinstance(pages, int):
+            raise TypeError(f"pages={pages!r} must be an int, got {type(pages).__name__}")
         if pages < 1:
             raise ValueError(f"pages={pages} must be at least 1")
         cuda = cache.k.is_cuda
-        self.pages = pages
+        self.pages, self.device = pages, cache.k.device
         self.buffers = [torch.empty(pages, *x.shape[1:], dtype=x.dtype, pin_memory=cuda) for x in _stored(cache)]
         self.stream = torch.cuda.Stream(cache.k.device) if cuda else None
 
     def swap_out(self, cache: PagedCache, pages: Sequence[int], slots: Sequence[int]) -> None:
         """Starts copying page pages[i] of the cache to slots[i] here, after what the current stream has to do. The
-        pages must not be written before `wait`."""
+        pages must not be written before `wait`; a slot is named once."""
         self._copy(cache, pages, slots, out=True)
 
     def swap_in(self, cache: PagedCache, slots: Sequence[int], pages: Sequence[int]) -> None:
-        """Starts copying slots[i] back to page pages[i]; what reads the pages must come after `wait`."""
+        """Starts copying slots[i] back to page pages[i], each named once; what reads them must come after `wait`."""
         self._copy(cache, pages, slots, out=False)
 
     def wait(self) -> None:
@@ -119,12 +123,14 @@ class Host:
         kinds = [[(x.shape[1:], x.dtype) for x in each] for each in (stored, self.buffers)]
         if kinds[0] != kinds[1]:
             raise ValueError(f"cache has pages of {kinds[0]}; this host memory was made for {kinds[1]}")
+        if cache.k.device != self.device:
+            raise ValueError(f"cache is on {cache.k.device}; this host memory was made for {self.device}")
+        pages, slots = _numbers("pages", pages, cache.k.shape[0]), _numbers("slots", slots, self.pages)
         if len(pages) != len(slots):
             raise ValueError(f"{len(pages)} pages and {len(slots)} slots: there must be as many")
-        for name, numbers, end in (("pages", pages, cache.k.shape[0]), ("slots", slots, self.pages)):
-            for number in numbers:
-                if not 0 <= number < end:
-                    raise ValueError(f"{name} has {number}, which is not in 0 to {end - 1}")
+        name, written = ("slots", slots) if out else ("pages", pages)
+        if len({*written}) != len(written):
+            raise ValueError(f"{name}={written} names one twice")
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):  # None: no change
@@ -132,11 +138,25 @@ class Host:
                 for page, slot in zip(pages, slots, strict=True):
                     to, source = (host[slot], x[page]) if out else (x[page], host[slot])
                     to.copy_(source, non_blocking=True)
+                if self.stream is not None:
+                    x.record_stream(self.stream)  # whoever frees the cache: its memory is not given away before
 
 
 def _check_cache(cache: PagedCache) -> None:
     if not isinstance(cache, PagedCache):
         raise TypeError(f"cache must be a kvcache.PagedCache, got {type(cache).__name__}")
+
+
+def _numbers(name: str, numbers: Sequence[int], end: int) -> list[int]:
+    """Of pages or slots, checked."""
+    try:
+        found = [operator.index(number) for number in numbers]
+    except TypeError:
+        raise TypeError(f"{name}={numbers!r} must be a sequence of ints") from None
+    for number in found:
+        if not 0 <= number < end:
+            raise ValueError(f"{name} has {number}, which is not in 0 to {end - 1}")
+    return found
 
 
 def _stored(cache: PagedCache) -> list[Tensor]:

@@ -30,10 +30,11 @@ from torch import Tensor
 
 from flashkernels.attention.api import attention, attention_varlen
 from flashkernels.attention.dropout import seed_tensor
-from flashkernels.attention.validation import check_count, check_dropout
+from flashkernels.attention.validation import check_count, check_dropout, check_flag
 from flashkernels.compat.flash_attn.probabilities import signed, signed_varlen
-from flashkernels.decode.api import run
+from flashkernels.decode.api import refuse_gradients, run
 from flashkernels.decode.tensors import Call
+from flashkernels.decode.validation import described
 from flashkernels.dispatch import UnsupportedError
 from flashkernels.fused.rope import rope
 from flashkernels.kvcache import PagedCache, append
@@ -400,11 +401,15 @@ def flash_attn_with_kvcache(
         raise ValueError("rotary_cos and rotary_sin belong together: one of them is missing")
     if rotary_cos is not None and k is None:
         raise ValueError("rotary_cos and rotary_sin are for new keys: k and v are missing")
+    check_flag("return_softmax_lse", return_softmax_lse)
     batch, rows = q.shape[:2]
     added = k.shape[1] if isinstance(k, Tensor) and k.dim() == 4 else 0  # what else it may be, `append` refuses
     if block_table is None:
+        if cache_batch_idx is None and batch > k_cache.shape[0]:
+            raise ValueError(f"q has batch={batch}, the cache has {k_cache.shape[0]} rows")
         first = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx
         _check_integers("cache_batch_idx", first, q, batch)
+        _check_range("cache_batch_idx", first, k_cache.shape[0] - 1, "the last row of the cache")
         table = first.to(torch.int32)[:, None].contiguous()
     else:
         for name, given in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
@@ -423,25 +428,33 @@ def flash_attn_with_kvcache(
             raise ValueError(f"cache_seqlens={cache_seqlens} and {added} new keys are over the capacity, {capacity}")
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     _check_integers("cache_seqlens", cache_seqlens, q, batch)
+    _check_range("cache_seqlens", cache_seqlens, capacity - added, f"the capacity less {added} new keys")
     cache = PagedCache(k_cache, v_cache, table, (cache_seqlens + added).to(torch.int32))
     places = None
     if cache_leftpad is not None:
         cache = _from(cache_leftpad, cache, q)
         places = (cache_seqlens[:, None] + torch.arange(added, device=q.device)).int()
+    window = tuple(window_size) if isinstance(window_size, list) else window_size
+    cap = max(softcap, 0.0) if isinstance(softcap, (int, float, torch.SymFloat)) else softcap
+    settings = (rows, causal, softmax_scale, window, cap, return_softmax_lse)
+    if k is not None:  # what is wrong is said before anything is written
+        described(Call(q, cache, None, alibi_slopes), *settings)
+        refuse_gradients(Call(q, cache, None, alibi_slopes))
+    if rotary_cos is not None and rotary_sin is not None:
+        ordered = causal or window != (-1, -1)
+        steps = torch.arange(rows, device=q.device) if ordered else q.new_zeros(rows).int()
+        ids = cache_seqlens[:, None] + steps
+        if isinstance(rotary_cos, Tensor) and rotary_cos.dim() == 2 and readable(ids) and ids.numel():
+            last = int(cache_seqlens.max()) + max(added, rows if ordered else 1) - 1
+            if last >= rotary_cos.shape[0]:
+                raise ValueError(f"rotary_cos has {rotary_cos.shape[0]} rows; there are tokens up to place {last}")
+        q, _ = rope(q, q[:, :, :0], rotary_cos, rotary_sin, position_ids=ids.int(), interleaved=rotary_interleaved)
     if k is not None:
         append(
             cache, k, v, cos=rotary_cos, sin=rotary_sin, interleaved=rotary_interleaved,
             position_ids=None if rotary_cos is None else places,
         )  # fmt: skip
-    if rotary_cos is not None and rotary_sin is not None:
-        ordered = causal or tuple(window_size) != (-1, -1)
-        steps = torch.arange(rows, device=q.device) if ordered else q.new_zeros(rows).int()
-        ids = cache_seqlens[:, None] + steps
-        q, _ = rope(q, q[:, :, :0], rotary_cos, rotary_sin, position_ids=ids.int(), interleaved=rotary_interleaved)
-    found = run(
-        Call(q, cache, None, alibi_slopes), rows, causal, softmax_scale, window_size, max(softcap, 0.0),
-        return_softmax_lse, False, False, "auto",
-    )  # fmt: skip
+    found = run(Call(q, cache, None, alibi_slopes), *settings, False, False, "auto")
     if not return_softmax_lse:
         return found[0]
     assert found[1] is not None  # it was asked for
@@ -482,6 +495,12 @@ def _check_integers(name: str, x: Tensor, q: Tensor, count: int | None = None) -
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected ({count},), one for each sequence of q")
     if isinstance(q, Tensor) and x.device != q.device:
         raise ValueError(f"{name}.device={x.device} differs from q.device={q.device}")
+
+
+def _check_range(name: str, x: Tensor, last: int, words: str) -> None:
+    """Its numbers are in 0 to `last`, where they can be read: of 64 bits they would wrap on their way to 32."""
+    if readable(x) and ((x < 0) | (x > last)).any():
+        raise ValueError(f"{name}={x.tolist()} is not in 0 to {last}, {words}")
 
 
 def _seed(dropout_p: float, q: Tensor) -> Tensor | None:

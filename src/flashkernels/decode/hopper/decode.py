@@ -60,9 +60,9 @@ def plan(problem: DecodeProblem, gpu: Gpu | None, call: Call) -> Run:
     grid = gpu.sms * variant.tile.per_sm
     threads = variant.tile.threads
     most_pieces = variant.tile.pieces(gpu.sms, problem.kv_heads)
-    # queries are read 8 bytes at a time
+    # queries are read 8 bytes at a time; `contiguous` would leave those at an odd place where they are
     copied = call.q.stride(-1) != 1 or any(step % 4 for step in call.q.stride()[:3]) or call.q.data_ptr() % 8 != 0
-    q = call.q.contiguous() if copied else call.q
+    q = call.q.clone(memory_format=torch.contiguous_format) if copied else call.q
     device = q.device.index
     empty = problem.batch == 0
     out = empty_output(q, problem.head_dim_v)
@@ -90,7 +90,7 @@ def plan(problem: DecodeProblem, gpu: Gpu | None, call: Call) -> Run:
                 return run(call, softmax_scale, softcap)
         q, cache, _, slopes, sinks, _ = call
         if copied:
-            q = q.contiguous()
+            q = q.clone(memory_format=torch.contiguous_format)
         out = empty_output(q, problem.head_dim_v)
         lse = empty_lse(q) if problem.need_lse else None
         if empty:

@@ -121,8 +121,10 @@ struct Consumer {
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
     return y;
   }
-  // To a tenth, of a positive number: the maximum need not be exact, only the same for all.
-  DEVICE static float roughly_log2(float x) { return fminf(__float_as_int(x) * 0x1p-23f - 127.f, 16.f); }
+  // To a tenth, of |x|, -24 of 0: the maximum need not be exact, only the same for all.
+  DEVICE static float roughly_log2(float x) {
+    return fmaxf(fminf(__float_as_int(fabsf(x)) * 0x1p-23f - 127.f, 16.f), -24.f);
+  }
 
   template <bool MASKED> DEVICE void compute(const Part& part, int key, const Loaded& from) {
     const u32 k = from.k, v = from.v, k_scales = from.k_scales, v_scales = from.v_scales;

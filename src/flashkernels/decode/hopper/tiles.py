@@ -87,6 +87,8 @@ def variant_of(problem: DecodeProblem, k_slot: int, v_slot: int, *, together: bo
 
 def unfit(problem: DecodeProblem, tile: HopperDecodeTile, together: bool) -> str | None:
     """Why the rows of `tile.heads` heads cannot be copied together, or None."""
+    if tile.per_sm != 1:
+        return f"has per_sm={tile.per_sm}: the workspace has room for one block an SM"
     if problem.kv_heads % tile.heads or tile.warps % tile.heads:
         return f"takes {tile.heads} heads at a time of kv_heads={problem.kv_heads}, with {tile.warps} warps: no divisor"
     if tile.stages % (tile.warps // tile.heads):

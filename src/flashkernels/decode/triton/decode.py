@@ -123,6 +123,7 @@ def decode_kernel(
             factor = factor * power
         if SCALES == "head":
             factor = factor * tl.load(k_scale_ptr + head_k).to(tl.float32)
+        by_row = factor[:, None] if SCALES != "" or NORMED else scale
         slope = 0.0
         if ALIBI:
             own_slopes = slopes_ptr + b.to(tl.int64) * stride_slb + head * stride_slh
@@ -173,7 +174,7 @@ def decode_kernel(
             stored = load_chunks(k_head, k_rows, asked if SHARED else None, STORED, CHUNKS)
             k = numbers(stored, k_scale, a_rows, inside, CHUNKS, PACKED, KIND, DTYPE, PAIRS, GROUPED, GROUPS,
                         SEVERAL and SHARED, NATIVE)  # fmt: skip
-            s = scores(q, k, PRECISION) * (factor[:, None] if SCALES != "" or NORMED else scale)
+            s = scores(q, k, PRECISION) * by_row
             if BY_TOKEN:
                 s = s * token_scales(k_scale_ptr, a_rows, head_k, inside, A_HEAD, SCALE_WORDS)[None, :]
             s = logits(s, 1.0, softcap, slope, pos, offs_n, 0, SOFTCAP, ALIBI)
@@ -225,10 +226,11 @@ def decode_kernel(
                 lse = tl.where(weight == 0, float("-inf"), (top + tl.log2(weight)) * LN2)
                 tl.store(lse_ptr + wide_b * stride_lb + head * stride_lh + first_row + token, lse, mask=inside_m)
             value = value / tl.where(weight == 0, 1.0, weight)
-            finish(out_rows, acc, q, m, value, inside_m, k_head, v_head, table, start, end, first, length, count, left,
-                   right, scale, softcap, slope, pos, token, tree, stride_treet, stride_treek, DIM, DIM_V, CHUNKS,
-                   CHUNKS_V, PACKED, PAGE, ONE_PAGE, K_PAGE, K_SLOT, V_PAGE, V_SLOT, LEFT, RIGHT, TREE, MIXED, SOFTCAP,
-                   ALIBI, PRECISION)  # fmt: skip
+            finish(out_rows, acc, q, m, value, inside_m, k_head, v_head, k_scale_ptr, v_scale_ptr, table, start, end,
+                   first, length, count, left, right, by_row, softcap, slope, pos, token, head_k, tree, stride_treet,
+                   stride_treek, DIM_V, STORED, CHUNKS, CHUNKS_V, PACKED, KIND, DTYPE, PAIRS, NATIVE, BY_TOKEN,
+                   SCALE_WORDS, PAGE, ONE_PAGE, K_PAGE, K_SLOT, V_PAGE, V_SLOT, A_PAGE, A_SLOT, A_HEAD, B_PAGE, B_SLOT,
+                   B_HEAD, LEFT, RIGHT, TREE, MIXED, SOFTCAP, ALIBI, PRECISION)  # fmt: skip
         else:
             place = 2 * pid + (item > begin).to(tl.int32)
             if INVARIANT:
@@ -237,10 +239,11 @@ def decode_kernel(
             tl.store(state_ptr + 2 * at, m, mask=inside_m)
             tl.store(state_ptr + 2 * at + 1, weight, mask=inside_m)
             part_rows = part_ptr + at * DIM_V
-            finish(part_rows, acc, q, m, value, inside_m, k_head, v_head, table, start, end, first, length, count, left,
-                   right, scale, softcap, slope, pos, token, tree, stride_treet, stride_treek, DIM, DIM_V, CHUNKS,
-                   CHUNKS_V, PACKED, PAGE, ONE_PAGE, K_PAGE, K_SLOT, V_PAGE, V_SLOT, LEFT, RIGHT, TREE, MIXED, SOFTCAP,
-                   ALIBI, PRECISION)  # fmt: skip
+            finish(part_rows, acc, q, m, value, inside_m, k_head, v_head, k_scale_ptr, v_scale_ptr, table, start, end,
+                   first, length, count, left, right, by_row, softcap, slope, pos, token, head_k, tree, stride_treet,
+                   stride_treek, DIM_V, STORED, CHUNKS, CHUNKS_V, PACKED, KIND, DTYPE, PAIRS, NATIVE, BY_TOKEN,
+                   SCALE_WORDS, PAGE, ONE_PAGE, K_PAGE, K_SLOT, V_PAGE, V_SLOT, A_PAGE, A_SLOT, A_HEAD, B_PAGE, B_SLOT,
+                   B_HEAD, LEFT, RIGHT, TREE, MIXED, SOFTCAP, ALIBI, PRECISION)  # fmt: skip
 
         item += i1 - i0
         while (item < stop) & (item - base >= items * blocks * kv_heads):  # on to the next sequence that has keys
@@ -263,7 +266,9 @@ def plan(problem: DecodeProblem, gpu: Gpu | None, call: Call) -> Run:
     programs = tiles.programs(tile, gpu)
     k_steps, v_steps = strides_of(cache.k), strides_of(cache.v)
     fixed = constants(
-        problem, tile, k_steps, v_steps, strides_of(cache.k_scale), strides_of(cache.v_scale), gpu
+        problem, tile, k_steps, v_steps, strides_of(cache.k_scale), strides_of(cache.v_scale), gpu,
+        even=begins_even(cache.k) and begins_even(cache.v),
+        words=not any(x is not None and x.data_ptr() % 4 for x in (cache.k_scale, cache.v_scale)),
     )  # fmt: skip
     pairs = fixed["PAIRS"]
     device = q.device.index
@@ -317,12 +322,15 @@ def plan(problem: DecodeProblem, gpu: Gpu | None, call: Call) -> Run:
 
 def constants(
     problem: DecodeProblem, tile: tiles.DecodeTile, k: tuple[int, ...], v: tuple[int, ...], k_scale: tuple[int, ...],
-    v_scale: tuple[int, ...], gpu: Gpu | None,
+    v_scale: tuple[int, ...], gpu: Gpu | None, *, even: bool = True, words: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """The kernel's compile-time arguments, in its order. The strides of pages are among them: what is known of them
-    makes loads wide, and one multiplication serves all tensors of equal strides."""
+    makes loads wide, and one multiplication serves all tensors of equal strides.
+
+    `even`: pages begin where words of 16 bits may; `words`: scales begin where words of 32 bits may.
+    """
     form = FORMATS[problem.format]
-    packed = tiles.packed(problem, k, v)
+    packed = tiles.packed(problem, k, v) if even else form.packed
     pairs = packed > form.packed
     most = tiles.CHAIN if problem.dtype == "fp32" and not form.quantised else LARGEST_PART
     cut = tiles.chunks(problem.head_dim, packed, most=most)
@@ -330,8 +338,8 @@ def constants(
     widest = most if problem.shared else LARGEST_PART
     cut_v = tiles.chunks(problem.head_dim_v, packed, tiles.narrowest(tile.block_m), widest)
     left, right = problem.band
-    several = problem.ragged or problem.tokens > 1
-    right_hides = right >= 0 and several  # the newest token sees all keys
+    right_hides = right >= 0 and (problem.ragged or problem.tokens > 1)  # the newest token sees all keys
+    several = problem.ragged or problem.tokens > 1 or problem.tree  # rows that do not all see the same keys
     chunk = max(tiles.CHUNK, tile.block_n)
     steps = [step // (2 if pairs else 1) for step in (*k, *v)]
     return {
@@ -342,12 +350,13 @@ def constants(
         "K_HEAD": steps[2], "V_PAGE": steps[3], "V_SLOT": steps[4], "V_HEAD": steps[5], "A_PAGE": k_scale[0],
         "A_SLOT": k_scale[1], "A_HEAD": k_scale[2], "B_PAGE": v_scale[0], "B_SLOT": v_scale[1], "B_HEAD": v_scale[2],
         "KIND": form.name if form.quantised else "plain", "PAIRS": pairs, "PACKED": packed, "SCALES": problem.scales,
-        "SCALE_WORDS": not any(n % 2 for n in (*k_scale[:2], *v_scale[:2])) and k_scale[2] == v_scale[2] == 1,
+        "SCALE_WORDS": words and k_scale[2] == v_scale[2] == 1 and not any(n % 2 for n in (*k_scale[:2], *v_scale[:2])),
         "GROUPS": form.groups(problem.head_dim), "GROUPS_V": form.groups(problem.head_dim_v),
         # one read serves both where the chunks of V are the first ones of K
         "SHARED": problem.shared and cut[: len(cut_v)] == cut_v, "LEFT": left >= 0, "RIGHT": right_hides,
         "TREE": problem.tree,
-        "MIXED": several and not form.quantised and (left >= 0 or right_hides or problem.tree),
+        # integers are finite, and their scales do not reach those who do not see them
+        "MIXED": several and form.name not in ("int8", "int4") and (left >= 0 or right_hides or problem.tree),
         "SEVERAL": several, "SOFTCAP": problem.softcap, "INVARIANT": problem.batch_invariant,
         "NATIVE": gpu is not None, "EARLY": gpu is not None and gpu.capability[0] >= 9,
         "SEARCH": next(n for n in SEARCH if n >= problem.batch or n == SEARCH[-1]), "PRECISION": "ieee",
@@ -357,6 +366,11 @@ def constants(
 def strides_of(x: Tensor | None) -> tuple[int, ...]:
     """(page, slot, head) strides of pages or of their scales; 0 of scales that belong to heads."""
     return (0, 0, 0) if x is None or x.dim() == 1 else x.stride()[:3]
+
+
+def begins_even(pages: Tensor) -> bool:
+    """Whether its first byte is one at which a word of 16 bits may begin, and torch will view it so."""
+    return pages.data_ptr() % 2 == 0 and pages.storage_offset() * pages.element_size() % 2 == 0
 
 
 def elements(pages: Tensor, pairs: bool) -> Tensor:

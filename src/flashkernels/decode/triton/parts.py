@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from flashkernels.attention.triton.parts import has_nan, logits, scores, visible_poison
-from flashkernels.decode.triton.convert import phases
+from flashkernels.decode.triton.convert import of_byte, phases
 
 CAREFUL = tl.constexpr(16)  # keys and columns at a time where V holds NaN or Inf
 
@@ -51,9 +51,9 @@ def load_chunks(ptr, rows, inside, STORED: tl.constexpr, CHUNKS: tl.constexpr):
 
 @triton.jit
 def roughly_log2(x):
-    """To a tenth, of a positive number; 16 of NaN. The running maximum need not be exact, only the same for all."""
-    bits = x.to(tl.int32, bitcast=True).to(tl.float32)
-    return tl.minimum(bits * (2.0**-23) - 127.0, 16.0)
+    """To a tenth, of |x|; 16 of NaN, -24 of 0. The running maximum need not be exact, only the same for all."""
+    bits = tl.abs(x).to(tl.int32, bitcast=True).to(tl.float32)
+    return tl.maximum(tl.minimum(bits * (2.0**-23) - 127.0, 16.0), -24.0)
 
 
 @triton.jit
@@ -137,7 +137,7 @@ def pages_of(table_ptr, n, last, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, ONE_
         slot = tl.minimum(n + step, PAGE - 1).to(tl.int64)
     elif BLOCK_N % PAGE == 0:
         page = tl.load(table_ptr + tl.minimum(n // PAGE + step // PAGE, last))
-        slot = step % PAGE
+        slot = (step % PAGE).to(tl.int64)
     else:
         page = tl.load(table_ptr + tl.minimum((n + step) // PAGE, last))
         slot = ((n + step) % PAGE).to(tl.int64)
@@ -206,14 +206,17 @@ def clear_empty(
 
 @triton.jit
 def careful(
-    rows, q, m, factor, inside_m, k_ptr, v_ptr, table_ptr, start, end, first, length, count, left, right, scale,
-    softcap, slope, pos, token, tree_ptr, stride_treet, stride_treek,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr,
-    K_PAGE: tl.constexpr, K_SLOT: tl.constexpr, V_PAGE: tl.constexpr, V_SLOT: tl.constexpr, LEFT: tl.constexpr,
-    RIGHT: tl.constexpr, TREE: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, PRECISION: tl.constexpr,
+    rows, q, m, factor, inside_m, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, start, end, first, length, count,
+    left, right, by_row, softcap, slope, pos, token, head, tree_ptr, stride_treet, stride_treek,
+    DIM_V: tl.constexpr, STORED: tl.constexpr, CHUNKS: tl.constexpr, PACKED: tl.constexpr, KIND: tl.constexpr,
+    DTYPE: tl.constexpr, PAIRS: tl.constexpr, NATIVE: tl.constexpr, BY_TOKEN: tl.constexpr, SCALE_WORDS: tl.constexpr,
+    PAGE: tl.constexpr, ONE_PAGE: tl.constexpr, K_PAGE: tl.constexpr, K_SLOT: tl.constexpr, V_PAGE: tl.constexpr,
+    V_SLOT: tl.constexpr, A_PAGE: tl.constexpr, A_SLOT: tl.constexpr, A_HEAD: tl.constexpr, B_PAGE: tl.constexpr,
+    B_SLOT: tl.constexpr, B_HEAD: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TREE: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The accumulator where V holds NaN or Inf: these only for the rows that see them. Rare, so in small blocks."""
+    """The accumulator where V holds NaN or Inf: these only for the rows that see them. Rare, so in small blocks; FP8 by
+    bytes, whatever they are read by elsewhere."""
     m_safe = tl.where(m == float("-inf"), 0.0, m)
     for d in tl.range(0, DIM_V, CAREFUL):
         cols = d + tl.arange(0, CAREFUL)
@@ -222,13 +225,30 @@ def careful(
             offs_n = n + tl.arange(0, CAREFUL)
             inside = (offs_n < end) & (offs_n >= first)
             page, slot = pages_of(table_ptr, n, (length - 1) // PAGE, CAREFUL, PAGE, ONE_PAGE)
-            k = load_chunks(k_ptr, page * K_PAGE + slot * K_SLOT, inside, DIM, CHUNKS)
-            s = logits(scores(q, k, PRECISION), scale, softcap, slope, pos, offs_n, 0, SOFTCAP, ALIBI)
+            stored = load_chunks(k_ptr, page * K_PAGE + slot * K_SLOT, inside, STORED, CHUNKS)
+            k = numbers(stored, k_scale_ptr, slot, inside, CHUNKS, PACKED, KIND, DTYPE, PAIRS, False, 0, False, NATIVE)
+            s = scores(q, k, PRECISION) * by_row
+            if BY_TOKEN:
+                a_rows = page * A_PAGE + slot * A_SLOT
+                s = s * token_scales(k_scale_ptr, a_rows, head, inside, A_HEAD, SCALE_WORDS)[None, :]
+            s = logits(s, 1.0, softcap, slope, pos, offs_n, 0, SOFTCAP, ALIBI)
             seen = see(pos, offs_n, inside, token, length, count, left, right, tree_ptr, stride_treet, stride_treek,
                        LEFT, RIGHT, TREE)  # fmt: skip
             p = tl.exp2(tl.where(seen, s, float("-inf")) - m_safe[:, None])
-            at = v_ptr + (page * V_PAGE + slot * V_SLOT)[:, None] + cols[None, :]
-            v = tl.load(at, mask=inside[:, None] & (cols < DIM_V)[None, :], other=0.0)
+            there = inside[:, None] & (cols < DIM_V)[None, :]
+            at = page * V_PAGE + slot * V_SLOT
+            if KIND == "plain":
+                v = tl.load(v_ptr + at[:, None] + cols[None, :], mask=there, other=0.0)
+            else:
+                first_byte = v_ptr.to(tl.pointer_type(tl.uint8))
+                at = at * (2 if PAIRS else 1)
+                v = of_byte(
+                    tl.load(first_byte + at[:, None] + cols[None, :], mask=there, other=0).to(tl.int16), KIND, DTYPE
+                )
+            if BY_TOKEN:
+                b_rows = page * B_PAGE + slot * B_SLOT
+                v_factor = token_scales(v_scale_ptr, b_rows, head, inside, B_HEAD, SCALE_WORDS)
+                p = tl.where(seen, p * v_factor[None, :], 0.0)
             out = tl.dot(p.to(v.dtype), tl.where(v - v == 0, v, 0.0).to(v.dtype), out, input_precision=PRECISION)
             out += visible_poison(seen, v)
         value = (out * factor[:, None]).to(rows.dtype.element_ty)
@@ -237,21 +257,24 @@ def careful(
 
 @triton.jit
 def finish(
-    rows, acc, q, m, factor, inside_m, k_ptr, v_ptr, table_ptr, start, end, first, length, count, left, right, scale,
-    softcap, slope, pos, token, tree_ptr, stride_treet, stride_treek,
-    DIM: tl.constexpr, DIM_V: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, PACKED: tl.constexpr,
-    PAGE: tl.constexpr, ONE_PAGE: tl.constexpr, K_PAGE: tl.constexpr, K_SLOT: tl.constexpr, V_PAGE: tl.constexpr,
-    V_SLOT: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    rows, acc, q, m, factor, inside_m, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, start, end, first, length,
+    count, left, right, by_row, softcap, slope, pos, token, head, tree_ptr, stride_treet, stride_treek,
+    DIM_V: tl.constexpr, STORED: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_V: tl.constexpr, PACKED: tl.constexpr,
+    KIND: tl.constexpr, DTYPE: tl.constexpr, PAIRS: tl.constexpr, NATIVE: tl.constexpr, BY_TOKEN: tl.constexpr,
+    SCALE_WORDS: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr, K_PAGE: tl.constexpr, K_SLOT: tl.constexpr,
+    V_PAGE: tl.constexpr, V_SLOT: tl.constexpr, A_PAGE: tl.constexpr, A_SLOT: tl.constexpr, A_HEAD: tl.constexpr,
+    B_PAGE: tl.constexpr, B_SLOT: tl.constexpr, B_HEAD: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     TREE: tl.constexpr, MIXED: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Writes the accumulator. A hidden key has weight 0, but 0 * Inf is NaN: where rows do not all see the same keys
     and a NaN shows, it is made again with care."""
     if MIXED:
         if has_nan(acc):
-            careful(rows, q, m, factor, inside_m, k_ptr, v_ptr, table_ptr, start, end, first, length, count, left,
-                    right, scale, softcap, slope, pos, token, tree_ptr, stride_treet, stride_treek, DIM, DIM_V, CHUNKS,
-                    PAGE, ONE_PAGE, K_PAGE, K_SLOT, V_PAGE, V_SLOT, LEFT, RIGHT, TREE, SOFTCAP, ALIBI,
-                    PRECISION)  # fmt: skip
+            careful(rows, q, m, factor, inside_m, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, start, end, first,
+                    length, count, left, right, by_row, softcap, slope, pos, token, head, tree_ptr, stride_treet,
+                    stride_treek, DIM_V, STORED, CHUNKS, PACKED, KIND, DTYPE, PAIRS, NATIVE, BY_TOKEN, SCALE_WORDS,
+                    PAGE, ONE_PAGE, K_PAGE, K_SLOT, V_PAGE, V_SLOT, A_PAGE, A_SLOT, A_HEAD, B_PAGE, B_SLOT, B_HEAD,
+                    LEFT, RIGHT, TREE, SOFTCAP, ALIBI, PRECISION)  # fmt: skip
         else:
             store_chunks(rows, acc, factor, inside_m, DIM_V, CHUNKS_V, PACKED)
     else:

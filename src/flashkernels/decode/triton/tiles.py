@@ -14,6 +14,7 @@ INTERPRETED_PROGRAMS = 3  # enough for ranges that start and end inside a sequen
 SCRATCH = 12 * 1024  # bytes of shared memory beside the stages: layouts change there
 ROOMY = 160 * 1024  # shared memory of a block that holds 64 rows of wide queries
 CHAIN = 32  # products of fp32 in one sum: a longer chain of roundings is worse than torch's
+MOST_ROWS = 64  # of a tile
 CHUNK = 2048  # keys of one part where the result must not depend on the batch
 
 
@@ -68,10 +69,15 @@ def ruled(problem: DecodeProblem, gpu: Gpu) -> DecodeTile:
 
 
 def rows_of(problem: DecodeProblem) -> int:
-    """Query heads of one KV head times tokens, as a matrix instruction takes them; more than 64 are cut."""
+    """Query heads of one KV head times tokens, as a matrix instruction takes them; more than 64 are cut.
+
+    The tokens of a ragged batch are the most of any of its sequences: `batch_invariant` may not look at them.
+    """
     rows = problem.group * max(1, problem.tokens)
-    block = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    return min(block, 16 if problem.dtype == "fp32" else 64)
+    if problem.ragged and problem.batch_invariant:
+        rows = MOST_ROWS
+    block = 16 if rows <= 16 else 32 if rows <= 32 else MOST_ROWS
+    return min(block, 16 if problem.dtype == "fp32" else MOST_ROWS)
 
 
 def packed(problem: DecodeProblem, *strides: tuple[int, ...]) -> int:

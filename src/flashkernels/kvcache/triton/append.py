@@ -176,6 +176,8 @@ def append_kernel(
     head = (pid % blocks * HEADS).to(tl.int32) + tl.arange(0, HEADS)
     if cu_ptr is not None:  # ragged: rows of all sequences, one after the other
         b = sequence_of(row, cu_ptr, batch, SEARCH).to(tl.int64)
+        if b >= batch:
+            return
         token = row
         place = tl.load(length_ptr + b) - (tl.load(cu_ptr + b + 1) - row).to(tl.int32)
         batch_row = tl.zeros((), tl.int64)
