@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -39,7 +41,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("built") / "kernels"
     done = run(*FEW, "--out", folder)
     assert done.returncode == 0, done.stderr
-    assert f"6 kernels for a100, h200 in {folder}" in done.stdout and f"FLASHKERNELS_CACHE={folder}" in done.stdout
+    assert f"10 kernels for a100, h200 in {folder}" in done.stdout and f"FLASHKERNELS_CACHE={folder}" in done.stdout
     return folder
 
 
@@ -76,7 +78,7 @@ def test_a_models_folder_has_what_the_model_calls(tmp_path: Path) -> None:
 
 def test_a_whole_folder_passes(built: Path) -> None:
     code, output = check(built)
-    assert code == 0 and "12 files for a100, h200, all as they were made" in output
+    assert code == 0 and "20 files for a100, h200, all as they were made" in output
 
 
 @pytest.mark.parametrize("damage", ["flipped", "short", "missing", "exchanged"])
@@ -113,7 +115,33 @@ def test_a_version_that_is_another_is_said(folder: Path) -> None:
     found.triton = "3.5.0"
     found.write(folder)
     code, output = check(folder)
-    assert code == 0 and "made with triton 3.5.0" in output
+    assert code == 0 and "made with triton 3.5.0" in output and "made with flashkernels" not in output
+    found.flashkernels = "0.0.9"
+    found.write(folder)
+    code, output = check(folder)
+    assert code == 0 and "note: made with flashkernels 0.0.9; the" in output
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda body: body.pop("gpus"), "manifest.json has no 'gpus'"),
+        (lambda body: body.update(more=1), "manifest.json has an unknown 'more'"),
+        (lambda body: next(iter(body["files"].values())).pop("sha256"), "has no 'sha256'"),
+        (lambda body: body.update(files=[1]), "manifest.json has files that are a list"),
+    ],
+)
+def test_a_manifest_with_other_fields_is_named(change: Callable[[Any], Any], message: str, folder: Path) -> None:
+    """Its checksum is right."""
+    path = folder / "manifest.json"
+    body = json.loads(path.read_text())
+    del body["sha256"]
+    change(body)
+    path.write_text(json.dumps(body | {"sha256": manifest._sum(body)}))
+    with pytest.raises(ValueError, match=message):
+        manifest.read(folder)
+    code, output = check(folder)
+    assert code == 2 and message in output
 
 
 def test_the_doctor_knows_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

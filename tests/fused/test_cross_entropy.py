@@ -3,6 +3,7 @@ are given away once, edges, and the registered ops under compile."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from flashkernels.fused.triton import cross_entropy as kernels
 from .oracle import assert_close, run
 from .test_rows import INTERPRETED, each_impl, interpreter, laid_out
 
+loss_module = importlib.import_module("flashkernels.fused.cross_entropy")  # `fused` has the function by this name
 OPTIONS: dict[str, dict[str, float]] = {
     "plain": {}, "smoothing": {"label_smoothing": 0.1}, "z-loss": {"z_loss": 0.01}, "softcap": {"softcap": 3.0},
     "all": {"label_smoothing": 0.2, "z_loss": 0.01, "softcap": 2.0},
@@ -32,6 +34,8 @@ each_reduction = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Chunks of 4 tokens."""
+    monkeypatch.setattr(loss_module, "LEAST_ROWS", 4)
+    monkeypatch.setattr(loss_module, "CHUNKS", 100)
     monkeypatch.setattr(kernels, "LEAST_ROWS", 1)
     monkeypatch.setattr(kernels, "ROW_STEP", 4)
     monkeypatch.setattr(kernels, "MOST_ROUNDINGS", 100)
@@ -224,6 +228,81 @@ def test_a_loss_scale_does_not_cost_fp16_its_gradients(impl: str, small_chunks: 
         assert (a - b).abs().max() <= 8 * torch.finfo(torch.float16).eps * b.abs().max()
 
 
+@each_impl
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("x", "weight", "z_loss"),
+    [([[0.01, 0.02]], [[2000.0, 0.0], [-1500.0, 10.0]], 0.0), ([[0.5, -0.5]], [[3.0, 1.0], [2.0, -1.0]], 100.0),
+     ([[3000.0, 1.0]], [[0.001, 0.5], [-0.002, -0.5]], 0.0)],
+    ids=["weight", "z-loss", "x"],
+)  # fmt: skip
+def test_what_fits_fp16_does_not_overflow(
+    x: list[list[float]], weight: list[list[float]], z_loss: float, compiled: bool, impl: str
+) -> None:
+    """Gradients of a mean that are computed with the loss are stored at more than their value."""
+    torch._dynamo.reset()
+    leaves = [torch.tensor(y).half().requires_grad_() for y in (x, weight)]
+    wide = [y.detach().double().requires_grad_() for y in leaves]
+    targets = torch.tensor([1])
+
+    def function(*y: Tensor) -> Tensor:
+        return fk.fused.linear_cross_entropy(*y, targets, z_loss=z_loss, impl=impl)
+
+    call = torch.compile(function, backend="aot_eager") if compiled else function
+    got = torch.autograd.grad(call(*leaves), leaves)
+    want = torch.autograd.grad(truth(F.linear(*wide), targets, "mean", z_loss=z_loss), wide)
+    for a, b in zip(got, want, strict=True):
+        assert b.abs().max() < 60_000 and (a - b).abs().max() <= 0.005 * b.abs().max()
+
+
+@each_impl
+def test_a_large_loss_scale_and_large_weights(impl: str) -> None:
+    """What the backward pass multiplies by is more than fp16 holds; what it multiplies is not."""
+    x, weight = torch.tensor([[2.0**-20, 0.0]]).half(), torch.tensor([[20000.0, 0.0], [0.0, 0.0]]).half()
+    weight.requires_grad_()
+    loss = fk.fused.linear_cross_entropy(x, weight, torch.tensor([0]), impl=impl)
+    (grad,) = torch.autograd.grad(loss * 65536, weight)
+    want = 65536 * 2.0**-20 * (torch.sigmoid(torch.tensor(20000 * 2.0**-20)).item() - 1)
+    assert grad[:, 0].tolist() == pytest.approx([want, -want], rel=0.01) and (grad[:, 1] == 0).all()
+
+
+@each_impl
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("offset", [1e6, -1e6])
+def test_a_large_offset(offset: float, smoothing: float, impl: str) -> None:
+    """Logits that share an offset: what is lost of them was lost when they were rounded."""
+    z = (offset + torch.randn(4, 300).mul(2).mul(16).round() / 16).requires_grad_()
+    targets = torch.tensor([3, 299, -100, 0])
+    wide = z.detach().double().requires_grad_()
+    got = fk.fused.cross_entropy(z, targets, label_smoothing=smoothing, reduction="none", impl=impl)
+    want = truth(wide, targets, "none", smoothing)
+    slopes = torch.autograd.grad(got.sum(), z) + torch.autograd.grad(want.sum(), wide)
+    for a, b in ((got, want), slopes):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+@each_impl
+@each_reduction
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_targets_of_two_dimensions_in_chunks(compiled: bool, reduction: str, impl: str, small_chunks: None) -> None:
+    """Gradients that differ by row are cut into chunks as the rows are, in a repeated backward pass too."""
+    torch._dynamo.reset()
+    x, weight, bias, targets = inputs((2, 6), 8, 20, torch.float32)
+    leaves = [y.requires_grad_() for y in (x, weight, bias)]
+    wide = [y.detach().double().requires_grad_() for y in leaves]
+
+    def function(*y: Tensor) -> Tensor:
+        return fk.fused.linear_cross_entropy(y[0], y[1], targets, bias=y[2], reduction=reduction, impl=impl)
+
+    loss = (torch.compile(function, backend="aot_eager") if compiled else function)(*leaves)
+    grad = torch.randn(loss.shape, generator=torch.Generator().manual_seed(1))
+    want = torch.autograd.grad(truth(F.linear(*wide), targets, reduction), wide, grad.double())
+    for again in range(1 if compiled else 2):
+        got = torch.autograd.grad(loss, leaves, grad, retain_graph=not again)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
 # Gradients are given away
 
 
@@ -354,6 +433,17 @@ def test_targets_out_of_range(wrong: int, impl: str) -> None:
         fk.fused.linear_cross_entropy(x, weight, targets.int(), ignore_index=wrong, impl=impl)
 
 
+@each_impl
+def test_ignored_by_a_number_that_int32_has_not(impl: str) -> None:
+    """It is none of these targets, so nothing is ignored."""
+    z, targets = torch.randn(4, 20), torch.tensor([5, 1, 5, 19], dtype=torch.int32)
+    want = F.cross_entropy(z, targets.long())
+    got = fk.fused.cross_entropy(z, targets, ignore_index=5 + 2**32, impl=impl)
+    torch.testing.assert_close(got, want)
+    got = fk.fused.linear_cross_entropy(z, torch.eye(20), targets, ignore_index=5 - 2**32, impl=impl)
+    torch.testing.assert_close(got, want)
+
+
 @each_option
 def test_gradcheck(options: dict[str, float]) -> None:
     x, weight, bias, targets = inputs((4,), 3, 6, torch.float64)
@@ -390,6 +480,19 @@ def test_chunks(tokens: int, vocab: int, dtype: str, need_weight: bool) -> None:
         assert ((kernels.MOST_ROUNDINGS + 1) / 2) ** 0.5 < 2
     elif rows > kernels.LEAST_ROWS:
         assert (rows - 128) * vocab * {"bf16": 2, "fp32": 4}[dtype] <= kernels.BUFFER
+
+
+def test_torch_has_a_quarter_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, _, targets = inputs((2050,), 4, 10, torch.float32)
+    seen, terms_of = [], loss_module._terms
+
+    def noted(z: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        seen.append(z.shape[0])
+        return terms_of(z, *others)
+
+    monkeypatch.setattr(loss_module, "_terms", noted)
+    fk.fused.linear_cross_entropy(x, weight, targets, impl="torch")
+    assert seen == [513, 513, 513, 511]
 
 
 def test_the_peak_is_an_eighth_of_torchs() -> None:
@@ -458,6 +561,7 @@ def test_errors_name_the_argument(watched: bool) -> None:
         (ValueError, "softcap=-1 must be 0 or positive", {"softcap": -1}),
         (TypeError, "z_loss='a' must be a number", {"z_loss": "a"}),
         (TypeError, "ignore_index=0.5 must be an int", {"ignore_index": 0.5}),
+        (ValueError, f"ignore_index={2**63} does not fit torch.int64", {"ignore_index": 2**63}),
         (ValueError, "impl='cuda' is not one of 'auto', 'triton', 'torch'", {"impl": "cuda"}),
     ]
     for kind, match, changes in cases:

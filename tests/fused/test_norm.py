@@ -118,6 +118,30 @@ def test_quantised_edges(quantise: str, impl: str) -> None:
     assert small.shape == (4, 0) and (scale == 1).all()
 
 
+@each_impl
+@each_format
+def test_rows_whose_scale_would_be_subnormal(quantise: str, impl: str) -> None:
+    allowed(impl, quantise)
+    weight = torch.tensor([1.0, -1.0, 0.5, -0.25]) * 2.0**-130
+    small, scale = fk.rms_norm(torch.ones(2, 4), weight, quantise=quantise, impl=impl)
+    assert (scale == 2.0**-126).all()
+    torch.testing.assert_close(small.float(), (weight / 2.0**-126).expand(2, 4), rtol=0.07, atol=0.5)
+    weight = torch.tensor([1.0, -1.0, 0.5, -0.5]) * 2.0**-119
+    small, scale = fk.rms_norm(torch.ones(2, 4), weight, quantise=quantise, impl=impl)
+    assert (small.float().sign() == weight.sign()).all() and small.float().abs().max() <= MOST[quantise]
+
+
+@each_impl
+@each_format
+def test_quantised_rows_without_numbers(quantise: str, impl: str) -> None:
+    allowed(impl, quantise)
+    for norm in (fk.layer_norm, fk.rms_norm):
+        small, scale = norm(torch.ones(4, 0), quantise=quantise, impl=impl)
+        assert small.shape == (4, 0) and (scale == 1).all()
+    *_, mean, rstd = torch.ops.flashkernels.norm(torch.ones(4, 0), None, None, None, True, 1e-5, False, quantise, impl)
+    assert (mean == 0).all() and (rstd == 0).all()
+
+
 @each_format
 def test_quantised_under_compile(quantise: str) -> None:
     torch._dynamo.reset()

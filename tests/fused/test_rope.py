@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import math
 from typing import Any
 
@@ -11,11 +13,11 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import flashkernels as fk
-import flashkernels.fused.rope  # registers the op
 
 from . import oracle
 from .test_rows import INTERPRETED, each_impl, interpreter
 
+rope_module = importlib.import_module("flashkernels.fused.rope")  # `fused` has the function by this name
 POSITIONS = 32
 
 
@@ -148,6 +150,69 @@ def test_a_position_outside_the_tables() -> None:
         assert out[0, 1:].isnan().all() and torch.equal(out[0, 0], q[0, 0])
 
 
+@each_impl
+def test_autograd_hears_of_what_is_written_in_place(impl: str) -> None:
+    q, k = heads_of(1, 3, 2, 8), heads_of(1, 3, 1, 8)
+    factor = torch.ones((), requires_grad=True)
+    products = [(x * factor).sum() for x in (q, k)]
+    fk.rope(q, k, *fk.rope_tables(POSITIONS, 8), inplace=True, impl=impl)
+    for product in products:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+    with torch.inference_mode():
+        fk.rope(q.clone(), k.clone(), *fk.rope_tables(POSITIONS, 8), inplace=True, impl=impl)
+
+
+def packed(*, first: int, second: int, late: int = 0) -> tuple[Tensor, Tensor]:
+    """Two heads of one tensor from `first`, and two from `second`, `late` tokens later."""
+    x = torch.randn(2, 6, 5, 8)
+    return x[:, :5, first : first + 2], x[:, late : late + 5, second : second + 2]
+
+
+@each_impl
+def test_in_place_they_must_not_overlap(impl: str) -> None:
+    """Whatever calls of the same kind there were before."""
+    tables = fk.rope_tables(POSITIONS, 8)
+    for first, second, late in ((0, 2, 0), (2, 0, 0), (0, 3, 1), (3, 0, 1), (1, 3, 0)):
+        q, k = packed(first=first, second=second, late=late)
+        want = fk.rope(q, k, *tables, impl=impl)
+        found = fk.rope(q, k, *tables, impl=impl, inplace=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    for first, second, late in ((0, 1, 0), (1, 0, 0), (2, 2, 0), (2, 2, 1), (1, 2, 1), (2, 1, 1)):
+        q, k = packed(first=first, second=second, late=late)
+        with pytest.raises(ValueError, match="q and k overlap: in place, elements must not share memory"):
+            fk.rope(q, k, *tables, impl=impl, inplace=True)
+        fk.rope(q, k, *tables, impl=impl)
+    with pytest.raises(ValueError, match="q and k overlap"):
+        fk.rope(q, q, *tables, impl=impl, inplace=True)
+
+
+@given(st.data())
+def test_overlaps(data: st.DataObject) -> None:
+    """Against all addresses."""
+    dims = st.lists(st.tuples(st.integers(2, 4), st.integers(1, 12)), max_size=3)
+    a, b = (tuple(sorted(data.draw(dims), key=lambda dim: -dim[1])) for _ in range(2))
+    start, width = data.draw(st.integers(-40, 40)), data.draw(st.integers(1, 2))
+
+    def taken(dims: tuple[tuple[int, int], ...], start: int) -> set[int]:
+        steps = itertools.product(*(range(0, n * step, step) for n, step in dims))
+        return {start + sum(place) + i for place in steps for i in range(width)}
+
+    shared = taken(a, 0) & taken(b, start)
+    found = rope_module._overlap(a, b, start, width)
+    assert found == bool(shared) or (found and not all(_apart(dims, width) for dims in (a, b)))
+
+
+def _apart(dims: tuple[tuple[int, int], ...], width: int) -> bool:
+    """Whether elements of one tensor do not share memory, which is checked elsewhere."""
+    reach = width
+    for n, step in reversed(dims):
+        if step < reach:
+            return False
+        reach += (n - 1) * step
+    return True
+
+
 def test_gradients_of_gradients() -> None:
     q, k = (heads_of(1, 3, heads, 8).double().requires_grad_() for heads in (2, 1))
     tables = fk.rope_tables(POSITIONS, 8, dtype=torch.float64)
@@ -211,6 +276,8 @@ def arguments(**changed: Any) -> dict[str, Any]:
         ({"position_ids": torch.ones(5)}, TypeError, "position_ids.dtype=torch.float32; it must be torch.int32"),
         ({"position_ids": torch.ones(4).long()}, ValueError, r"position_ids has shape \(4,\); expected \(2, 5\) or"),
         ({"position_ids": [0]}, TypeError, "position_ids must be a torch.Tensor, got list"),
+        ({"interleaved": "x"}, ValueError, "interleaved='x' is not one of False, True"),
+        ({"inplace": "x"}, ValueError, "inplace='x' is not one of False, True"),
         ({"inplace": True, "k": torch.ones(2, 5, 1, 8).expand(2, 5, 2, 8)}, ValueError, "k has strides .* in place"),
     ],
 )
@@ -300,6 +367,11 @@ def test_yarn_tables() -> None:
         ({"factor": 0.5}, ValueError, "factor=0.5 must be at least 1"),
         ({"scaling": "longrope"}, ValueError, "scaling='longrope' is not one of None, 'linear'"),
         ({"scaling": "yarn"}, ValueError, "original_max_position=None: scaling='yarn' needs the length of training"),
+        ({"original_max_position": "a"}, TypeError, "original_max_position='a' must be an int, got str"),
+        ({"beta_fast": 0.0}, ValueError, "beta_fast=0.0 must be positive"),
+        ({"beta_slow": "a"}, TypeError, "beta_slow='a' must be a number, got str"),
+        ({"attention_factor": math.nan}, ValueError, "attention_factor=nan must be finite"),
+        ({"low_freq_factor": 4.0}, ValueError, "low_freq_factor=4.0 must be less than high_freq_factor=4.0"),
     ],
 )
 def test_table_errors(settings: dict[str, Any], error: type[Exception], message: str) -> None:

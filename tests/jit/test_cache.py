@@ -111,6 +111,23 @@ def test_a_disk_that_is_full_leaves_nothing_behind(kernel_cache: Path, monkeypat
     assert files(kernel_cache) == []
 
 
+def test_a_subfolder_that_cannot_be_read_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound holds for what can be read."""
+    stored = [cache.store(cache.digest(str(i)), ".cubin", b"x" * 100) for i in range(20)]
+    paths = sorted(path for path in stored if path is not None)
+    scan = os.scandir
+
+    def scandir(folder: Path | str) -> object:
+        if Path(folder) == closed:
+            raise PermissionError(13, "Permission denied")
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    for closed in {path.parent for path in paths}:  # whichever comes first
+        assert sorted(cache.files()) == [path for path in paths if path.parent != closed]
+    assert cache.trim(500) <= 500
+
+
 def test_where_the_folder_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 import flashkernels as fk
+from flashkernels.jit.prefetch import each
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_devices = pytest.mark.parametrize("device", DEVICES)
@@ -66,6 +69,43 @@ def test_containers_keep_their_kind(device: str) -> None:
     first, second, third, fourth = fk.Prefetcher(given, device)
     assert isinstance(first["a"], list) and first["b"][0].dtype == torch.int64 and first["b"][1] is None
     assert (second, third, fourth.shape) == (7, (), (0,))
+
+
+class Encoded(collections.UserDict[str, Any]):
+    """As those of transformers: a mapping with more than its items."""
+
+    def __init__(self, data: dict[str, Any], name: str) -> None:
+        super().__init__(data)
+        self.name = name
+
+
+def test_mappings_keep_their_kind() -> None:
+    x, double = torch.ones(2), lambda t: t * 2
+    ordered = each(collections.OrderedDict(b=x, a=x), double)
+    assert type(ordered) is collections.OrderedDict and list(ordered) == ["b", "a"] and ordered["a"][0] == 2
+    default = each(collections.defaultdict(list, {"a": x}), double)
+    assert type(default) is collections.defaultdict and default["a"][0] == 2 and default["b"] == []
+    given = Encoded({"a": [x]}, "name")
+    encoded = each(given, double)
+    assert type(encoded) is Encoded and encoded.name == "name" and encoded["a"][0][0] == 2 and given["a"][0] is x
+    fixed = each(MappingProxyType({"a": x}), double)
+    assert type(fixed) is MappingProxyType and fixed["a"][0] == 2
+
+
+def test_the_lengths_of_a_packed_sequence_stay_where_they_are() -> None:
+    rows = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
+    moved = each({"a": rows}, lambda t: t.to("meta"))["a"]
+    assert type(moved) is type(rows) and moved.batch_sizes is rows.batch_sizes
+    for x in (moved.data, moved.sorted_indices, moved.unsorted_indices):
+        assert x.device.type == "meta"
+    assert each(torch.nn.utils.rnn.pack_sequence([torch.ones(2)]), lambda t: t).sorted_indices is None
+
+
+def test_device_0_is_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert fk.Prefetcher([], 0).device == torch.device("cuda", 0)
+    assert fk.Prefetcher([]).device == torch.device("cuda", 3)
 
 
 @pytest.mark.parametrize("depth", [0, -1, True, 1.5])

@@ -91,7 +91,15 @@ def test_sizes_multiply() -> None:
     formats = Sizes(head_dims=[64], batches=[1], page_sizes=[16], cache_formats=["int8", "int4"])
     assert len(wanted(["decode"], formats)) == 2 * 2
     widths = [one.width for one in wanted(["swiglu", "rms_norm"], Sizes(widths=[100])) if isinstance(one, Rows)]
-    assert widths == [200, 100, 100]
+    assert widths == [200, 100, 100, 100, 100]
+
+
+def test_the_settings_of_row_wise_ops_are_prepared_for() -> None:
+    found = {op: wanted([op], Sizes(widths=[64])) for op in ("rms_norm", "layer_norm", "gelu", "geglu")}
+    for residual in (False, True):
+        assert Rows("rms_norm", 64, residual=residual, rounded=True) in found["rms_norm"]
+        assert Rows("layer_norm", 64, residual=residual, bias=True) in found["layer_norm"]
+    assert Rows("gelu", 64, tanh=True) in found["gelu"] and Rows("geglu", 128, exact=True) in found["geglu"]
 
 
 @pytest.mark.parametrize(
@@ -117,6 +125,12 @@ def test_bad_work_is_named() -> None:
         fk.warmup(CALL, head_dims=[64])
     with pytest.raises(ValueError, match="op='norm' is not one of"):
         Rows("norm", 64)
+    with pytest.raises(ValueError, match="tanh=True is for gelu, not 'geglu'"):
+        Rows("geglu", 64, tanh=True)
+    with pytest.raises(ValueError, match="rounded=True is for rms_norm, not 'layer_norm'"):
+        Rows("layer_norm", 64, rounded=True)
+    with pytest.raises(ValueError, match="weight='fp8' is not one of '', 'none', fp16"):
+        Rows("layer_norm", 64, weight="fp8")
 
 
 LLAMA = """{"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,20 @@ def read(folder: Path) -> Manifest:
         raise ValueError(f"{path} is damaged: its checksum is another")
     if body.get("format") != FORMAT:
         raise ValueError(f"{path} has format={body.get('format')}; this version reads {FORMAT}")
+    _check_names(path, body, {one.name for one in fields(Manifest)})
+    if not isinstance(body["files"], dict):
+        raise ValueError(f"{path} has files that are a {type(body['files']).__name__}")
+    for name, facts in body["files"].items():
+        _check_names(f"{path}: {name}", facts, {"bytes", "sha256", "kernel", "gpus"})
     return Manifest(**body)
+
+
+def _check_names(where: Path | str, body: dict[str, Any], wanted: set[str]) -> None:
+    if not isinstance(body, dict):
+        raise ValueError(f"{where} is a {type(body).__name__}")
+    if wrong := sorted(body.keys() ^ wanted):
+        said = ", ".join(f"{'no' if name in wanted else 'an unknown'} {name!r}" for name in wrong)
+        raise ValueError(f"{where} has {said}")
 
 
 def faults(folder: Path, manifest: Manifest) -> list[str]:

@@ -41,6 +41,12 @@ ACCEPTED = tuple(
                                  (False, False, False), (False, True, False))
     for tree in (False, True)
 )  # fmt: skip
+# Of the ops that have settings, all calls but those of a norm without a weight, or with one of another dtype than x's.
+ROW_SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
+    "rms_norm": tuple({"residual": r, "rounded": hf} for hf in (False, True) for r in (False, True)),
+    "layer_norm": tuple({"residual": r, "bias": bias} for bias in (False, True) for r in (False, True)),
+    "geglu": ({}, {"exact": True}), "gelu": ({}, {"tanh": True}),
+}  # fmt: skip
 HF_DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
@@ -99,8 +105,8 @@ def wanted(ops: Sequence[str], sizes: Sizes | None = None) -> list[Work]:
 
     >>> len(wanted(["attention"], Sizes(head_dims=[72], batches=[1], seqs=[1024])))  # causal and full, 1024 and 1023
     4
-    >>> wanted(["softmax"], Sizes(widths=[1000]))
-    [Rows(op='softmax', width=1000, dtype='bf16', residual=False, bias=False, quantise='', backward=False, exact=False)]
+    >>> [(one.op, one.width, one.tanh) for one in wanted(["gelu", "softmax"], Sizes(widths=[1000]))]
+    [('gelu', 1000, False), ('gelu', 1000, True), ('softmax', 1000, False)]
     """
     sizes = sizes or Sizes()
     for op in ops:
@@ -230,10 +236,9 @@ def _calls(op: str, sizes: Sizes) -> Iterator[Work]:
             )
     else:
         for width, dtype in itertools.product(sizes.widths, _wide(sizes)):
-            packed = 2 if op in GLU else 1
-            yield Rows(op, packed * width, dtype, backward=sizes.backward)
-            if op.endswith("_norm"):
-                yield Rows(op, width, dtype, residual=True, backward=sizes.backward)
+            plain = Rows(op, (2 if op in GLU else 1) * width, dtype, backward=sizes.backward)
+            for settings in ROW_SETTINGS.get(op, ({},)):
+                yield replace(plain, **settings)
 
 
 def _attention(sizes: Sizes) -> Iterator[AttentionProblem]:

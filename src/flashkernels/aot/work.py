@@ -34,6 +34,7 @@ from flashkernels.jit.notes import Program, noting
 from flashkernels.kvcache.append import IMPLS as APPEND_IMPLS, Append
 from flashkernels.kvcache.cache import PagedCache
 
+SIDES = ("fp16", "bf16", "fp32")
 GLU = {"swiglu": "silu", "geglu": "gelu_tanh", "relu2_glu": "relu2"}
 
 
@@ -51,7 +52,10 @@ class Rows:
     bias: bool = False
     quantise: str = ""
     backward: bool = False  # the gradients too
-    exact: bool = False  # geglu with approximate="none", gelu always is so
+    exact: bool = False  # geglu with approximate="none"
+    tanh: bool = False  # gelu with approximate="tanh"
+    rounded: bool = False  # rms_norm with numerics="hf"
+    weight: str = ""  # the dtype of weight and bias of the norms, where it is not x's; "none": there is no weight
 
     def __post_init__(self) -> None:
         if self.op not in ROW_OPS:
@@ -60,6 +64,12 @@ class Rows:
             raise ValueError(f"width={self.width} must be at least 1")
         if self.exact and self.op != "geglu":
             raise ValueError(f"exact=True is for geglu, not {self.op!r}")
+        if self.tanh and self.op != "gelu":
+            raise ValueError(f"tanh=True is for gelu, not {self.op!r}")
+        if self.rounded and self.op != "rms_norm":
+            raise ValueError(f"rounded=True is for rms_norm, not {self.op!r}")
+        if self.weight not in ("", "none", *SIDES) or (self.weight and not self.op.endswith("_norm")):
+            raise ValueError(f"weight={self.weight!r} is not one of '', 'none', {', '.join(SIDES)}, of a norm")
 
 
 @dataclass(frozen=True)
@@ -211,7 +221,7 @@ def _rows(work: Rows, gpu: Gpu) -> list[Recipe]:
         module, call, grad = softmax, softmax.Softmax(work.op == "log_softmax", "auto"), x
     else:
         packed = work.op in GLU
-        kind = "gelu" if work.exact else GLU.get(work.op, "gelu")
+        kind = "gelu" if work.exact else GLU.get(work.op, "gelu_tanh" if work.tanh else "gelu")
         module, call = activation, activation.Activation(kind, packed, "auto")
         grad = activation.empty(x, packed)
     problem = replace(row_problem(work.op, x, 2), device="cuda")
@@ -219,16 +229,19 @@ def _rows(work: Rows, gpu: Gpu) -> list[Recipe]:
 
 
 def _norm(work: Rows, gpu: Gpu, x: Tensor) -> list[Recipe]:
-    centred, side = work.op == "layer_norm", empty(work.width, dtype=work.dtype)
-    tensors = (x, side, side if work.bias else None, x if work.residual else None)
-    call = norm.Norm(centred, 1e-6, False, work.quantise, False, "auto")
+    weighted = work.weight != "none"
+    kind = work.weight if work.weight and weighted else work.dtype
+    centred, side = work.op == "layer_norm", empty(work.width, dtype=kind)
+    weight = side if weighted else None
+    tensors = (x, weight, side if work.bias else None, x if work.residual else None)
+    call = norm.Norm(centred, 1e-6, work.rounded, work.quantise, False, "auto")
     problem = replace(row_problem(work.op, x, 2, work.quantise), device="cuda")
     recipes = _row_recipes(norm, problem, gpu, tensors, call, None, None)
     if not work.backward:
         return recipes
     stats = empty(ROWS)
-    grads = (x, x if work.residual else None, x, side, stats if centred else stats.new_empty(0), stats)
-    backward = norm.NormBackward(centred, False, True, work.bias, "auto")
+    grads = (x, x if work.residual else None, x, weight, stats if centred else stats.new_empty(0), stats)
+    backward = norm.NormBackward(centred, work.rounded, weighted, work.bias, "auto")
     return recipes + _row_recipes(norm, problem, gpu, tensors, call._replace(stats=True), grads, backward)
 
 

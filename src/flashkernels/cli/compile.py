@@ -90,6 +90,7 @@ def _build(works: list[Work], gpus: list[str], out: Path, jobs: int) -> None:
 def _check(folder: Path) -> None:
     import triton
 
+    import flashkernels
     from flashkernels.aot import manifest
     from flashkernels.jit import nvrtc
 
@@ -101,6 +102,9 @@ def _check(folder: Path) -> None:
         typer.echo(f"error: {len(faults)} of {len(found.files)} files: compile into {folder} again", err=True)
         raise typer.Exit(1)
     typer.echo(f"{len(found.files)} files for {', '.join(found.gpus)}, all as they were made")
+    if found.flashkernels != flashkernels.__version__:
+        about = f"made with flashkernels {found.flashkernels}; the {flashkernels.__version__} here"
+        typer.echo(f"note: {about} compiles anew what has changed since")
     if found.triton != triton.__version__:
         typer.echo(f"note: made with triton {found.triton}; the {triton.__version__} here compiles its kernels anew")
     try:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashkernels.dispatch import Impl, UnsupportedError, leaves_the_cpu, select
+from flashkernels.dispatch import Impl, UnsupportedError, leaves_the_cpu, serving
 from flashkernels.fused.rows import (
     RowProblem,
     check_choice,
@@ -28,6 +28,7 @@ from flashkernels.jit.eager import Plans, Run
 NUMERICS = ("fp32", "hf")
 QUANTISE = {"fp8": (torch.float8_e4m3fn, 448), "int8": (torch.int8, 127)}  # dtype, largest number
 QUANTISED = (None, *QUANTISE)
+LEAST_SCALE = 2.0**-126  # below, fp32 has too few bits for a row's largest number to come out as that of the format
 
 # Best first. "auto" takes the first row that does not reject the problem. `torch` is in this file.
 IMPLS = (
@@ -158,7 +159,7 @@ def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
     streams = written + (1 if residual is None else 3)
     name = "layer_norm" if call.centred else "rms_norm"
     problem, gpu = row_problem(name, x, streams, call.quantise), gpu_of(x)
-    return select(IMPLS, problem, gpu, call.impl).load().forward_plan(problem, gpu, tensors, call)
+    return serving(IMPLS, problem, gpu, call.impl).forward_plan(problem, gpu, tensors, call)
 
 
 def _plan_backward(tensors: tuple[Any, ...], call: Any) -> Run:
@@ -166,7 +167,7 @@ def _plan_backward(tensors: tuple[Any, ...], call: Any) -> Run:
     streams = 3 if tensors[1] is None else 4
     name = "layer_norm" if call.centred else "rms_norm"
     problem, gpu = row_problem(f"{name}_backward", x, streams), gpu_of(x)
-    return select(IMPLS, problem, gpu, call.impl).load().backward_plan(problem, gpu, tensors, call)
+    return serving(IMPLS, problem, gpu, call.impl).backward_plan(problem, gpu, tensors, call)
 
 
 forward, _backward = Plans(_plan), Plans(_plan_backward)
@@ -184,6 +185,14 @@ def empty(call: Norm, x: Tensor, residual: Tensor | None) -> Normed:
     )
 
 
+def without_numbers(found: Normed) -> Normed:
+    """The outputs of rows of width 0."""
+    for y, value in ((found.scale, 1.0), (found.mean, 0.0), (found.rstd, 0.0)):
+        if y is not None:
+            y.fill_(value)
+    return found
+
+
 def accumulator(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
@@ -194,11 +203,11 @@ def accumulator(x: Tensor) -> torch.dtype:
 def forward_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Norm) -> Run:
     def run(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None) -> Normed:
         found = empty(call, x, residual)
+        if not problem.width:
+            return without_numbers(found)
         total = x if residual is None or found.total is None else found.total.copy_(x + residual)
         wide = total.to(accumulator(x))
-        mean = wide.mean(-1) if call.centred else torch.zeros_like(wide[..., 0]) if problem.width else None
-        if mean is None:
-            return found if found.scale is None else found._replace(scale=torch.ones_like(found.scale))
+        mean = wide.mean(-1) if call.centred else torch.zeros_like(wide[..., 0])
         rstd = torch.rsqrt((wide - mean[..., None]).square().mean(-1) + call.eps)
         y = (wide - mean[..., None]) * rstd[..., None]
         if call.rounded:
@@ -220,9 +229,9 @@ def forward_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...],
         largest = y.abs().amax(-1)
         # By a tensor: on a GPU torch divides by a number as it multiplies by its reciprocal. Inf makes NaN.
         scale = largest / torch.full_like(largest, most) + (largest - largest)
-        found.scale.copy_(torch.where(largest == 0, 1.0, scale))
+        found.scale.copy_(torch.where(largest == 0, 1.0, scale.clamp(min=LEAST_SCALE)))
         small = y / found.scale[..., None]
-        found.out.copy_(small.round().nan_to_num(0.0) if call.quantise == "int8" else small)
+        found.out.copy_(small.round().clamp(-most, most).nan_to_num(0.0) if call.quantise == "int8" else small)
         return found
 
     return run

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashkernels.dispatch import Impl, UnsupportedError, leaves_the_cpu, select
+from flashkernels.dispatch import Impl, UnsupportedError, leaves_the_cpu, serving
 from flashkernels.fused.rows import DTYPES, RowProblem, check_choice, check_number, check_rows, gpu_of, needs_triton
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import Plans, Run
 
+MOST_PLACES = 256
 SCALING = (None, "linear", "ntk", "yarn", "llama3")
 
 # Best first. "auto" takes the first row that does not reject the problem. `torch` is in this file.
@@ -47,7 +48,7 @@ def rope(
             host; a position outside the tables gives NaN.
         interleaved: pairs are (0, 1), (2, 3), ...; otherwise (0, R / 2), (1, R / 2 + 1), ...
         rotary_dim: R, how many of the D columns turn; default D where the tables have D columns, else twice theirs.
-        inplace: writes into q and k and returns them. There are no gradients.
+        inplace: writes into q and k, which must not overlap, and returns them. There are no gradients.
         impl: "auto", or the name of the one implementation that must serve.
 
     Returns:
@@ -65,7 +66,7 @@ def rope(
     if run is not None:
         found: tuple[Tensor, Tensor] = run(*tensors)
         return found
-    _check(q, k, cos, sin, position_ids, rotary_dim, inplace)  # the same errors as eager
+    _check(q, k, cos, sin, position_ids, rotary_dim, interleaved, inplace)  # the same errors as eager
     turned = _rotary_dim(q, cos, rotary_dim)
     if not inplace:
         return rope_op(*tensors, turned, interleaved, False, impl)
@@ -101,6 +102,7 @@ def rope_tables(
     (torch.Size([8, 2]), [0.8415, 0.0998])
     """
     _check_tables(max_position, dim, base, scaling, factor, original_max_position)
+    _check_bands(low_freq_factor, high_freq_factor, beta_fast, beta_slow, attention_factor)
     if scaling == "ntk":
         base = base * factor ** (dim / max(1, dim - 2))
     rates = float(base) ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
@@ -149,8 +151,23 @@ def _check_tables(
         raise ValueError(f"base={base} must be more than 1")
     if factor < 1:
         raise ValueError(f"factor={factor} must be at least 1")
+    if original is not None and (isinstance(original, bool) or not isinstance(original, int)):
+        raise TypeError(f"original_max_position={original!r} must be an int, got {type(original).__name__}")
     if scaling in ("yarn", "llama3") and (original is None or original < 1):
         raise ValueError(f"original_max_position={original}: scaling={scaling!r} needs the length of training")
+
+
+def _check_bands(low: float, high: float, fast: float, slow: float, attention_factor: float | None) -> None:
+    check_number("low_freq_factor", low)
+    check_number("high_freq_factor", high)
+    if low >= high:
+        raise ValueError(f"low_freq_factor={low} must be less than high_freq_factor={high}")
+    for name, turns in (("beta_fast", fast), ("beta_slow", slow)):
+        check_number(name, turns)
+        if turns <= 0:
+            raise ValueError(f"{name}={turns} must be positive")
+    if attention_factor is not None:
+        check_number("attention_factor", attention_factor)
 
 
 def _rotary_dim(q: Tensor, cos: Tensor, rotary_dim: int | None) -> int:
@@ -160,8 +177,11 @@ def _rotary_dim(q: Tensor, cos: Tensor, rotary_dim: int | None) -> int:
 
 
 def _check(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, rotary_dim: int | None, inplace: bool
-) -> None:
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor | None, rotary_dim: int | None,
+    interleaved: bool, inplace: bool,
+) -> None:  # fmt: skip
+    check_choice("interleaved", interleaved, (False, True))
+    check_choice("inplace", inplace, (False, True))
     for name, x in (("q", q), ("k", k)):
         check_rows(name, x)
         if x.dim() != 4:
@@ -210,13 +230,67 @@ def _check_positions(position_ids: Tensor, positions: int) -> None:
 
 def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
     (q, k, cos, sin, position_ids), call = tensors, Rope(*settings)
-    _check(q, k, cos, sin, position_ids, call.rotary_dim, call.inplace)
+    _check(q, k, cos, sin, position_ids, call.rotary_dim, call.interleaved, call.inplace)
     call = call._replace(rotary_dim=_rotary_dim(q, cos, call.rotary_dim))
     heads, tokens = q.shape[2] + k.shape[2], q.shape[0] * q.shape[1]
     moved = 2 * tokens * heads * (call.rotary_dim if call.inplace else q.shape[3]) * q.element_size()
     problem = RowProblem("rope", tokens * heads, q.shape[3], DTYPES[q.dtype], q.device.type, moved)
     gpu = gpu_of(q)
-    return select(IMPLS, problem, gpu, call.impl).load().plan(problem, gpu, tensors, call)
+    run: Run = serving(IMPLS, problem, gpu, call.impl).plan(problem, gpu, tensors, call)
+    return _apart(q, k, run) if call.inplace else run
+
+
+def _apart(q: Tensor, k: Tensor, run: Run) -> Run:
+    """`run`, where q and k do not overlap. That depends on how far one is from the other, which no plan knows; most are
+    further apart than they reach, and others, in one packed tensor, always as far."""
+    of_q, of_k, width = _dims(q), _dims(k), q.element_size()
+    reach_q, reach_k = _reach(of_q, width), _reach(of_k, width)
+    fine: set[int] = set()
+
+    def checked(q: Tensor, k: Tensor, *others: Any) -> Any:
+        start = k.data_ptr() - q.data_ptr()
+        if -reach_k < start < reach_q and start not in fine:
+            if _overlap(of_q, of_k, start, width):
+                raise ValueError("q and k overlap: in place, elements must not share memory")
+            if len(fine) >= MOST_PLACES:
+                fine.clear()
+            fine.add(start)
+        return run(q, k, *others)
+
+    return checked
+
+
+def _dims(x: Tensor) -> tuple[tuple[int, int], ...]:
+    """Sizes and steps in bytes, the largest step first; none with a size of 1. An empty tensor has a size of 0."""
+    dims = ((n, step * x.element_size()) for n, step in zip(x.shape, x.stride(), strict=True) if n != 1)
+    return tuple(sorted(dims, key=lambda dim: -dim[1]))
+
+
+def _reach(dims: tuple[tuple[int, int], ...], width: int) -> int:
+    """Bytes from the first to the end of the last element."""
+    return width + sum((n - 1) * step for n, step in dims) if all(n for n, _ in dims) else 0
+
+
+def _overlap(a: tuple[tuple[int, int], ...], b: tuple[tuple[int, int], ...], start: int, width: int) -> bool:
+    """Whether elements of `width` bytes at a, and at b, whose first is `start` bytes after a's, share memory.
+
+    >>> _overlap(((2, 8), (2, 1)), ((2, 8), (4, 1)), 3, 1), _overlap(((2, 8), (2, 1)), ((2, 8), (7, 1)), 3, 1)
+    (False, True)
+    """
+    reach_a, reach_b = _reach(a, width), _reach(b, width)
+    if not -reach_b < start < reach_a:
+        return False
+    if all(reach == width * math.prod(n for n, _ in x) for x, reach in ((a, reach_a), (b, reach_b))):  # without gaps
+        return True
+    both = max(_reach(a[1:], width), start + _reach(b[1:], width)) - min(0, start)
+    if a and b and a[0] == b[0] and both <= a[0][1]:  # the outermost steps are the same, and all of them alike
+        return _overlap(a[1:], b[1:], start, width)
+    if not a or (b and b[0][1] > a[0][1]):
+        return _overlap(b, a, -start, width)
+    (count, step), inner = a[0], a[1:]
+    # those that reach b
+    first, last = max(0, (start - _reach(inner, width)) // step), min(count, (start + reach_b) // step + 1)
+    return any(_overlap(inner, b, start - i * step, width) for i in range(first, last))
 
 
 _planned = Plans(_plan)

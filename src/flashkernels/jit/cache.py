@@ -151,11 +151,12 @@ def trim(limit: int, keep: Path | None = None) -> int:
 def files() -> Iterator[Path]:
     """The files in the folder's own subfolders, which have the first two digits of a key as their names."""
     try:
-        for part in os.scandir(folder()):
-            if len(part.name) == 2 and part.is_dir():
-                yield from (Path(entry.path) for entry in os.scandir(part.path))
-    except (OSError, RuntimeError):  # deleted meanwhile
+        parts = [part.path for part in os.scandir(folder()) if len(part.name) == 2 and part.is_dir()]
+    except (OSError, RuntimeError):  # there is none
         return
+    for part in parts:
+        with contextlib.suppress(OSError):  # deleted meanwhile, or not to be read: the others are
+            yield from [Path(entry.path) for entry in os.scandir(part)]
 
 
 def _named() -> Path:

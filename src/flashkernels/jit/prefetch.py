@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sized
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
 class Prefetcher:
     """Iterates over `loader` with its batches on `device`, the next `depth` of them copied ahead on a side stream.
 
-    Batches are tensors, and tuples, lists and dicts of tensors and other things. Tensors go through pinned memory,
-    without which a copy would not overlap with anything. What is yielded may be used on the stream that is current when
-    it is yielded, like any other tensor: that stream waits for the copy, and the memory is not reused before the stream
-    is done with it. For other streams, the rules of torch hold.
+    Batches are tensors, packed sequences, and tuples, lists and mappings of them and of other things. Tensors go
+    through pinned memory, without which a copy would not overlap with anything. One that is pinned already is copied
+    from where it is, while the loader goes on: it must not be refilled before its batch was used on the GPU. What is
+    yielded may be used on the stream that is current when it is yielded, like any other tensor: that stream waits for
+    the copy, and the memory is not reused before the stream is done with it. For other streams, torch's rules hold.
 
     An error of the loader is raised when its batch is due, after those before it. One may stop early: what was copied
     ahead is dropped. On the CPU the batches are passed on as they are.
@@ -33,12 +36,16 @@ class Prefetcher:
     [0, 2, 4]
     """
 
-    def __init__(self, loader: Iterable[Any], device: str | torch.device | None = None, *, depth: int = 2) -> None:
+    def __init__(
+        self, loader: Iterable[Any], device: int | str | torch.device | None = None, *, depth: int = 2
+    ) -> None:
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
             raise ValueError(f"depth={depth!r} must be at least 1")
         if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
             raise TypeError(f"loader must be iterable, got {type(loader).__name__}")
-        named = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         if named.type not in ("cpu", "cuda"):
             raise ValueError(f"device={device!r} is neither a CUDA device nor the CPU")
         if named.type == "cuda" and named.index is None:
@@ -90,20 +97,37 @@ class Prefetcher:
 
 
 def each(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """x with its tensors changed; tuples, lists and dicts are walked through.
+    """x with its tensors changed; tuples, lists and mappings are walked through and stay what they are.
 
     >>> each({"a": (torch.ones(1), "b")}, lambda t: t * 2)
     {'a': (tensor([2.]), 'b')}
     """
     if isinstance(x, Tensor):
         return change(x)
-    if isinstance(x, dict):
-        return {key: each(y, change) for key, y in x.items()}
+    if isinstance(x, PackedSequence):  # whose lengths stay on the CPU
+        order, back = (None if y is None else change(y) for y in (x.sorted_indices, x.unsorted_indices))
+        return PackedSequence(change(x.data), x.batch_sizes, order, back)
+    if isinstance(x, Mapping):
+        return _like(x, {key: each(y, change) for key, y in x.items()})
     if isinstance(x, tuple) and hasattr(x, "_fields"):
         return type(x)(*(each(y, change) for y in x))
     if isinstance(x, (tuple, list)):
         return type(x)(each(y, change) for y in x)
     return x
+
+
+def _like(x: Mapping[Any, Any], found: dict[Any, Any]) -> Mapping[Any, Any]:
+    """`found` as a mapping of x's type, with what else x has; as a dict where that type is made in another way."""
+    if type(x) is dict:
+        return found
+    try:
+        if not isinstance(x, MutableMapping):
+            return type(x)(found)  # type: ignore[call-arg]
+        made = copy.copy(x)
+        made.update(found)
+    except TypeError:
+        return found
+    return made
 
 
 END = object()

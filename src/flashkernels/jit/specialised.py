@@ -14,7 +14,9 @@ import hashlib
 import inspect
 import json
 import operator
+import os
 import struct
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -77,7 +79,7 @@ class TritonProgram:
             self.signature, sorted(self.constants.items()), sorted(self.attributes.items()), sorted(options.items())
         )  # fmt: skip
         settings = sorted(get_cache_invalidating_env_vars().items())
-        texts = (*map(repr, parts), repr(settings), str(self.cc))
+        texts = (*map(repr, parts), repr(settings), str(self.cc), *assembler(self.cc))
         return cache.digest("triton", VERSION, triton.__version__, source_key(self.kernel), *texts)
 
     @property
@@ -127,6 +129,19 @@ class TritonProgram:
         manager = get_cache_manager(hashlib.sha256(text.encode()).hexdigest())
         name = f"{source.name[:150]}.json"  # as Triton shortens it
         return name in (manager.get_group(name) or {})
+
+
+def assembler(cc: int) -> tuple[str, ...]:
+    """What the environment puts in the place of Triton's own ptxas says of its version; nothing where it does not."""
+    name = "ptxas_blackwell" if cc >= 100 else "ptxas"
+    if not os.environ.get(f"TRITON_{name.upper()}_PATH"):
+        return ()
+    return (_version_of(getattr(knobs.nvidia, name).path),)
+
+
+@functools.cache
+def _version_of(tool: str) -> str:
+    return subprocess.run([tool, "--version"], capture_output=True, text=True, check=True).stdout
 
 
 # By id: kernels are never deleted, and Triton's own hash of one takes up to 0.1 s.

@@ -43,7 +43,9 @@ def loss_kernel(
     z_weight, cap, BLOCK: tl.constexpr, LANE: tl.constexpr, SMOOTHED: tl.constexpr, CAPPED: tl.constexpr,
     FINAL: tl.constexpr,
 ):  # fmt: skip
-    """One row. FINAL: its lse is known, only the gradient is wanted."""
+    """One row. FINAL: what `lse_ptr` has is known, only the gradient is wanted. That is the largest logit and the
+    logarithm of the sum of exponentials below it: apart they keep what is lost in their sum where logits share a large
+    offset."""
     row = tl.program_id(0).to(tl.int64)
     z_row = z_ptr + (row // inner * outer_stride + row % inner * inner_stride)
     grad_row = grad_ptr
@@ -55,7 +57,8 @@ def loss_kernel(
         if not FINAL:
             tl.store(loss_ptr + row, 0.0)
             if lse_ptr is not None:
-                tl.store(lse_ptr + row, 0.0)
+                tl.store(lse_ptr + 2 * row, 0.0)
+                tl.store(lse_ptr + 2 * row + 1, 0.0)
         if grad_ptr is not None:
             for start in tl.range(0, width, BLOCK):
                 nought = tl.zeros((BLOCK // LANE, LANE), grad_ptr.dtype.element_ty)
@@ -63,8 +66,13 @@ def loss_kernel(
     else:
         known = (target >= 0) & (target < width)
         if FINAL:
-            lse = tl.load(lse_ptr + row)
+            top = tl.load(lse_ptr + 2 * row)
+            rest = tl.load(lse_ptr + 2 * row + 1)
         else:
+            chosen = tl.load(z_row + target, mask=known, other=0.0).to(tl.float32)
+            if CAPPED:
+                chosen = cap * tanh(chosen / cap)
+            base = tl.where(tl.abs(chosen) < float("inf"), chosen, 0.0)  # of logits whose mean is wanted
             tops = tl.full((BLOCK // LANE,), LEAST, tl.float32)
             sums = tl.zeros((BLOCK // LANE,), tl.float32)
             plain = tl.zeros((BLOCK // LANE,), tl.float32)
@@ -78,24 +86,22 @@ def loss_kernel(
                 sums = sums * tl.exp(tops - safe) + tl.sum(tl.exp(s - safe[:, None]), 1)
                 tops = higher
                 if SMOOTHED:
-                    plain += tl.sum(tl.where(inside, s, 0.0), 1)
+                    plain += tl.sum(tl.where(inside, s - base, 0.0), 1)
             top = tl.max(tops, 0)
-            lse = top + tl.log(tl.sum(sums * tl.exp(tops - top), 0))
-            chosen = tl.load(z_row + target, mask=known, other=0.0).to(tl.float32)
-            if CAPPED:
-                chosen = cap * tanh(chosen / cap)
-            loss = lse - (1 - smoothing) * chosen + z_weight * lse * lse
+            rest = tl.log(tl.sum(sums * tl.exp(tops - top), 0))
+            loss = (1 - smoothing) * (top - chosen) + rest + z_weight * (top + rest) * (top + rest)
             if SMOOTHED:
-                loss -= smoothing * (tl.sum(plain, 0) / width)
+                loss += smoothing * ((top - base) - tl.sum(plain, 0) / width)
             tl.store(loss_ptr + row, tl.where(known, loss, float("nan")))
             if lse_ptr is not None:
-                tl.store(lse_ptr + row, lse)
+                tl.store(lse_ptr + 2 * row, top)
+                tl.store(lse_ptr + 2 * row + 1, rest)
         if grad_ptr is not None:
             # What is written below may be the logits themselves: `chosen` must have been read by every thread.
             tl.debug_barrier()
             scale = tl.load(scale_ptr + row * scale_step).to(tl.float32)
             scale = tl.where(known, scale, float("nan"))
-            pull = 1 + 2 * z_weight * lse
+            pull = 1 + 2 * z_weight * (top + rest)
             for start in tl.range(0, width, BLOCK):
                 inside = start + cols < width
                 s = tl.load(z_row + (start + cols), mask=inside, other=LEAST).to(tl.float32)
@@ -104,7 +110,7 @@ def loss_kernel(
                     share = tanh(s / cap)
                     s = cap * share
                     slope = scale * (1 - share * share)
-                d = tl.exp(s - lse) * pull - tl.where(start + cols == target, 1 - smoothing, 0.0)
+                d = tl.exp((s - top) - rest) * pull - tl.where(start + cols == target, 1 - smoothing, 0.0)
                 if SMOOTHED:
                     d -= smoothing / width
                 tl.store(grad_row + (start + cols), (d * slope).to(grad_ptr.dtype.element_ty), mask=inside)
@@ -136,10 +142,10 @@ class Rows:
 
     def __call__(
         self, rows: int, numbers: tuple[Any, ...], z: Tensor, targets: Tensor, scale: Tensor | None,
-        lse: Tensor | None, losses: Tensor | None, grad: Tensor | None,
+        sums: Tensor | None, losses: Tensor | None, grad: Tensor | None,
     ) -> None:  # fmt: skip
         if rows:
-            self.launch(rows, (z, targets, scale, lse, losses, grad), numbers)
+            self.launch(rows, (z, targets, scale, sums, losses, grad), numbers)
 
 
 def blocks(vocab: int) -> tuple[int, int]:
@@ -157,13 +163,14 @@ def constants(block: int, call: Loss, final: bool) -> dict[str, Any]:
 def forward_plan(problem: LossProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: Loss) -> Run:
     logits, targets = tensors
     view, rows = row_view(logits), Rows(problem.vocab, call, logits.device)
-    numbers, output = rows.numbers(view.numbers, 0), room(targets.shape, torch.float32, logits.device)
+    numbers = rows.numbers(view.numbers, 0)
+    each, pairs = (room(shape, torch.float32, logits.device) for shape in (targets.shape, (*targets.shape, 2)))
 
     def run(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         check_range(targets, problem.vocab, call.ignore_index)
-        losses, lse = output(), output()
-        rows(problem.tokens, numbers, view.of(logits), targets.contiguous(), None, lse, losses, None)
-        return losses, lse
+        losses, sums = each(), pairs()
+        rows(problem.tokens, numbers, view.of(logits), targets.contiguous(), None, sums, losses, None)
+        return losses, sums
 
     return run
 
@@ -173,10 +180,10 @@ def backward_plan(problem: LossProblem, gpu: Gpu | None, tensors: tuple[Any, ...
     view, rows = row_view(logits), Rows(problem.vocab, call, logits.device, final=True)
     numbers = rows.numbers(view.numbers, 1)
 
-    def run(grad: Tensor, logits: Tensor, targets: Tensor, lse: Tensor) -> Tensor:
+    def run(grad: Tensor, logits: Tensor, targets: Tensor, sums: Tensor) -> Tensor:
         out = logits.new_empty(logits.shape)
         scale, z = grad.contiguous(), view.of(logits)
-        rows(problem.tokens, numbers, z, targets.contiguous(), scale, lse, None, out)
+        rows(problem.tokens, numbers, z, targets.contiguous(), scale, sums, None, out)
         return out
 
     return run
@@ -214,7 +221,7 @@ def linear_plan(problem: LossProblem, gpu: Gpu | None, tensors: tuple[Any, ...],
         check_range(targets, problem.vocab, call.loss.ignore_index)
         found = empty(x, weight, bias, scale, call)
         x, losses, targets = as_matrix(x), found[0].view(-1), targets.contiguous().view(-1)
-        scale = None if scale is None else scale.contiguous()
+        scale = scale.contiguous().view(-1) if scale is not None and scale_step else scale
         dx = found[1].view(problem.tokens, problem.depth) if found[1].numel() else found[1]
         dweight = found[2]
         dbias = torch.zeros_like(found[3], dtype=torch.float32)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashkernels.fused.norm import QUANTISE, Norm, NormBackward, empty
+from flashkernels.fused.norm import LEAST_SCALE, QUANTISE, Norm, NormBackward, Normed, empty, without_numbers
 from flashkernels.fused.rows import RowProblem, like, nothing, row_view
 from flashkernels.fused.triton.blocks import Blocks, Launch, blocks, resident, row_starts
 from flashkernels.hardware import Gpu
@@ -21,6 +21,7 @@ from flashkernels.jit.eager import Run, room
 WIDEST, WIDEST_BACKWARD = 16384, 8192  # elements of a row that the registers of one program hold
 COLUMNS = Blocks(4, 512, False, 4)  # of the sums over the rows that are wider
 RESERVED, REDUCTION = 1024, 1024  # bytes of shared memory: what the system takes of each block, what sums pass through
+LEAST = tl.constexpr(LEAST_SCALE)
 ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it leaves no bits for a fraction, so fp32 rounds to even
 
 
@@ -61,7 +62,8 @@ def quantised(y, scale, dtype: tl.constexpr):
 @triton.jit
 def scale_of(largest, poison, MOST: tl.constexpr):
     """Of a row: its largest number over the largest there is. `poison` is NaN where the row has NaN or Inf, else 0."""
-    return tl.where(largest == 0, 1.0, tl.div_rn(largest, tl.full(largest.shape, MOST, tl.float32))) + poison
+    scale = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, MOST, tl.float32)), LEAST)
+    return tl.where(largest == 0, 1.0, scale) + poison
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -300,9 +302,7 @@ def forward_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...],
         """The fields of a `Normed`."""
         found = out(), total and total(), scale and scale(), mean and mean(), rstd and rstd()
         if grid == 0:
-            if found[2] is not None:
-                found[2].fill_(1.0)
-            return found
+            return without_numbers(Normed(*found))
         if copied:
             residual = None if residual is None else other.of(residual)
             x, weight, bias = view.of(x), dense(weight), dense(bias)

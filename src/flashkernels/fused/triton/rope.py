@@ -7,6 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from flashkernels.fused.rope import Rope
 from flashkernels.fused.rows import RowProblem
@@ -126,6 +127,7 @@ def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: R
             for x, y in ((q, q_out), (k, k_out)):
                 if x is not y:  # its last dimension is not contiguous
                     x.copy_(y)
+            increment_version((q, k))  # autograd must hear of it: it may have saved them for another op
             return q, k
         return q_out, k_out
 
