@@ -174,7 +174,8 @@ def test_any_choice_is_legal(
     one = tiles.choose(BackwardProblem(call, ("q", "v"), deterministic=deterministic))
     tile = one.tile
     assert one.shared <= tiles.SHARED_LIMIT
-    assert (one.left, one.right) == (window[0] >= 0, causal or window[1] >= 0)
+    ends = window[0] >= 0, causal or window[1] >= 0
+    assert (one.left, one.right) == (ends[0], ends[1] or (ends[0] and alibi))  # a far one beside slopes
     assert (one.want_q, one.want_k, one.want_v) == (True, False, True)
     assert one.own_dq == (one.tile.paired or deterministic) and one.own_shared <= tiles.SHARED_LIMIT
     assert tile.paired or not (one.softcap or max(dim, dim_v) > 128)
