@@ -261,7 +261,7 @@ def test_a_copy_is_nobodys_rival() -> None:
 
 
 def test_the_table_has_time_speed_and_share_of_a_copy_or_memory() -> None:
-    text = fill("<!-- table:rows -->\n<!-- /table -->", {"rows": measured()}, Path("it.md"))
+    text = fill("<!-- table:rows -->\n<!-- /table -->", [(Path("rows.json"), measured())], Path("it.md"))
     assert "| case | triton | torch eager | copy |" in text
     assert "| rms_norm | 100.0 µs, 3.60 TB/s (90%) | 200.0 µs, 1.80 TB/s (45%) | 90.0 µs, 4.00 TB/s (100%) |" in text
     assert "| linear_cross_entropy | 40000.0 µs, 0.50 GB | 41000.0 µs, 5.00 GB | - |" in text
