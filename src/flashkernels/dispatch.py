@@ -150,6 +150,11 @@ class Explanation:
             return None
         return "compute" if self.compute >= self.memory else "memory"
 
+    @property
+    def predicted(self) -> float | None:
+        """Seconds that the call is expected to take; None where nothing like it was measured."""
+        return None
+
     def title(self) -> str:
         """The op and its problem: what the problem requires, and what is not as usual."""
         known = [f for f in fields(self.problem) if f.name not in ("op", "dtype", "device", "traffic")]

@@ -54,11 +54,6 @@ OPS = {
     "speculative_accept": Op(speculative.speculative_accept, speculative.IMPLS),
 }
 
-Fused = Literal[
-    "rms_norm", "layer_norm", "swiglu", "geglu", "relu2_glu", "gelu", "rope", "softmax", "log_softmax", "cross_entropy",
-    "linear_cross_entropy", "sample", "speculative_accept",
-]  # fmt: skip
-
 
 @overload
 def explain(
@@ -76,10 +71,6 @@ def explain(
 def explain(
     op: Literal["decode", "attention_paged"], *tensors: Any, gpu: str | Gpu | None = None, **arguments: Any
 ) -> DecodeExplanation: ...
-
-
-@overload
-def explain(op: Fused, *tensors: Any, gpu: str | Gpu | None = None, **arguments: Any) -> FusedExplanation: ...
 
 
 @overload

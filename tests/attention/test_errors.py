@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Any
 
@@ -11,6 +10,9 @@ import pytest
 import torch
 
 import flashkernels as fk
+import flashkernels.attention.api as api
+from flashkernels import dispatch
+from flashkernels.jit.eager import Plans
 
 from .cases import Shape, interpreter, qkv, ragged
 
@@ -286,8 +288,9 @@ def test_sdpa_says_what_it_cannot_do(case: tuple[dict[str, Any], str]) -> None:
         fk.attention(**dense(**changes), impl="sdpa")
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter takes CPU tensors")
-def test_triton_without_the_interpreter_refuses_cpu_tensors() -> None:
+def test_triton_without_the_interpreter_refuses_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "interpreting", lambda: False)
+    monkeypatch.setattr(api, "_plans", Plans(api._plan))
     with pytest.raises(fk.UnsupportedError, match=r"(?is)triton.*(cuda|gpu)"):
         fk.attention(**dense(), impl="triton")
 

@@ -7,7 +7,7 @@ import torch
 
 import flashkernels as fk
 from flashkernels.moe.problem import FORMATS, PHASES
-from flashkernels.moe.weights import LEAST, MOST, ROUNDED, pack, rounded_rows, unpack
+from flashkernels.moe.weights import LEAST_SCALE, MOST, ROUNDED, pack, rounded_rows, unpack
 
 from .test_route import INTERPRETED, each_impl
 
@@ -81,7 +81,7 @@ def test_tiny_rows(format: str, width: int, impl: str) -> None:
     small, scale = fk.moe.round_rows(x, format, impl=impl)
     for got, want in zip((small, scale), rounded_rows(x, format), strict=True):
         assert torch.equal(got.float(), want.float())
-    assert small.float().isfinite().all() and (small[:, 2:].float() == 0).all() and (scale >= LEAST).all()
+    assert small.float().isfinite().all() and (small[:, 2:].float() == 0).all() and (scale >= LEAST_SCALE).all()
     step = scale.reshape(len(TINY), -1)[:, :1].double()
     off = (small[:, :2].double() * step - x[:, :2]).abs()
     most = 0.5 if format == "int8" else (x[:, :2].double().abs() / step / 16).clamp(min=2.0**-10)

@@ -122,7 +122,8 @@ def _like(x: Mapping[Any, Any], found: dict[Any, Any]) -> Mapping[Any, Any]:
         return found
     try:
         if not isinstance(x, MutableMapping):
-            return type(x)(found)  # type: ignore[call-arg]
+            make: Any = type(x)
+            return make(found)
         made = copy.copy(x)
         made.update(found)
     except TypeError:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashkernels.fused.norm import LEAST_SCALE
 from flashkernels.fused.rows import check_choice
 from flashkernels.moe.problem import FORMATS, PHASES
 
@@ -28,7 +29,6 @@ WORDS = 64  # of a row that are packed together
 GROUPS = (64, 128, 256, 512)
 MOST = {"fp8": 448.0, "fp8_block": 448.0, "int8": 127.0, "w8": 127.0, "w4": 7.0}
 DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_block": torch.float8_e4m3fn, "int8": torch.int8}
-LEAST = 2.0**-126  # of a scale: below it numbers have fewer bits, and down to 0 a quotient is Inf or NaN
 ROUNDED = ("fp8", "fp8_block", "int8")  # formats in which the activations are rounded too
 
 
@@ -62,7 +62,7 @@ def quantise(w: Tensor, format: str, *, group: int = 128, scale_dtype: torch.dty
         check_choice("group", group, GROUPS)
         parts = _padded(w.float(), group, 1).unflatten(-1, (-1, group))
         kind = torch.finfo(scale_dtype)
-        least = max(LEAST, kind.smallest_normal * kind.eps)  # fp16 has 2**-24
+        least = max(LEAST_SCALE, kind.smallest_normal * kind.eps)  # fp16 has 2**-24
         scale = _scale(parts.abs().amax(-1), MOST[format], least).to(scale_dtype)
         small = (parts / scale.float()[..., None]).round().clamp(-MOST[format], MOST[format]).flatten(-2)[..., :k]
         return Quantised(pack(small, format), scale, format, (experts, n, k), group)
@@ -126,7 +126,7 @@ def _rounded(small: Tensor, format: str) -> Tensor:
     return small.to(DTYPES[format]).contiguous()
 
 
-def _scale(largest: Tensor, most: float, least: float = LEAST) -> Tensor:
+def _scale(largest: Tensor, most: float, least: float = LEAST_SCALE) -> Tensor:
     """To multiply by; 1 where all is 0, NaN where something is Inf or NaN, else at least `least`.
 
     Divided by a tensor: by a number, torch multiplies with its reciprocal on a GPU, and a scale that should be a power

@@ -12,22 +12,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashkernels.fused.rows import RowProblem
 from flashkernels.fused.triton.blocks import Launch
-from flashkernels.fused.triton.norm import quantised
+from flashkernels.fused.triton.norm import quantised, scale_of
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import Run
 from flashkernels.moe.rows import Rounding
 from flashkernels.moe.triton.early import launched_early, starts_early
-from flashkernels.moe.weights import BLOCK, DTYPES, LEAST, MOST
+from flashkernels.moe.weights import BLOCK, DTYPES, MOST
 
 WIDEST = 16384  # elements of a row that the registers of one program hold
-SMALLEST = tl.constexpr(LEAST)
-
-
-@triton.jit
-def scale_of(largest, poison, MOST: tl.constexpr):
-    """Of a row: its largest number over the largest there is. `poison` is NaN where the row has NaN or Inf, else 0."""
-    scale = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, MOST, tl.float32)), SMALLEST)
-    return tl.where(largest == 0, 1.0, scale) + poison
 
 
 @triton.jit(do_not_specialize=["rows"])

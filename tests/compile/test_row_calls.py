@@ -16,10 +16,8 @@ from flashkernels.dispatch import select
 from flashkernels.fused import activation, norm
 from flashkernels.hardware import lookup
 from flashkernels.jit.eager import Plans
-from flashkernels.jit.mode import interpreting
 from flashkernels.jit.notes import noting
 
-pytestmark = pytest.mark.skipif(interpreting(), reason="kernels are interpreted here (TRITON_INTERPRET)")
 GPU = lookup("h200")
 
 
