@@ -50,7 +50,7 @@ struct Consumer : Tile {
 
   DEVICE void make_ds() {
 #pragma unroll
-    for (int i = 0; i < WORDS; i++) gradients[i] = pack(low(weights[i]) * dp[2 * i], high(weights[i]) * dp[2 * i + 1]);
+    for (int i = 0; i < WORDS; i++) gradients[i] = ds_of(weights[i], dp[2 * i], dp[2 * i + 1]);
     keep(gradients);
     if constexpr (WANT_Q) put_ds(gradients);
   }
