@@ -57,6 +57,14 @@ def test_pair_of_features(both: str) -> None:
     check(*cuda(shape), impl="triton", also=sides(features), **features)
 
 
+@pytest.mark.parametrize("dim", [64, 72, 96, 128, 192])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("impl", ["triton", "hopper"])
+def test_what_weights_are_multiplied_by_has_the_range_of_bf16(impl: str, causal: bool, dim: int) -> None:
+    q, k, v = cuda(LARGE.but(d=dim))
+    check(q, k, v * 1e6, impl=impl, causal=causal)
+
+
 @pytest.mark.parametrize("mask", ["boolmask", "floatmask"])
 def test_every_feature_at_once(mask: str) -> None:
     features = keywords([*EVERYTHING, mask], LARGE, "cuda")

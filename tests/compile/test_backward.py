@@ -145,6 +145,8 @@ def test_dropout_runs_the_generator_once_for_four_weights(name: str) -> None:
     [
         pytest.param(64, {}, id="64"),
         pytest.param(72, {"causal": True}, id="72-causal"),
+        pytest.param(96, {}, id="96"),
+        pytest.param(96, {"dtype": "fp16"}, id="96-fp16"),
         pytest.param(96, EVERYTHING, id="96-everything"),
         pytest.param(128, {"causal": True}, id="128-causal"),
         pytest.param(128, {"causal": True, "varlen": True, "total_q": 9000, "total_k": 9000}, id="128-ragged"),
@@ -157,13 +159,15 @@ def test_additions_of_dq_are_of_four_numbers_and_bypass_shared_memory(
     made = compiled("adding", lookup("h200"), head_dim, **features)
     loop = interior(made.sass)
     record_property("spills", f"{made.spills} bytes, {len(spills(loop))} instructions in the interior loop")
-    tile = chosen("adding", replace(LARGE, head_dim=head_dim, head_dim_v=head_dim), lookup("h200"))
+    tile = chosen("adding", replace(LARGE, **{"head_dim": head_dim, "head_dim_v": head_dim} | features), lookup("h200"))
     assert len(spills(loop)) <= most_spills(head_dim)
     # out of registers, ptxas waits for every instruction
     assert waits(loop) <= 6 < len(matrix(loop))
     added = [line for line in loop if " RED" in line or " ATOM" in line]
     squares = 64 // 16 * -(-head_dim // 8)
     assert all("ADD.F32x4" in line for line in added) and squares <= tile.warps * len(added) <= 1.5 * squares
+    packed = not {"softcap", "dropout_p", "dtype"} & {*features}
+    assert any("HMUL2.BF16" in line for line in loop) == packed
     # dS alone, 8 numbers at a time
     assert sum(" STS" in line for line in loop) == tile.block_m * tile.block_n // (32 * tile.warps) // 8
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashkernels.attention.triton.backward_parts import empty, finite, load_rows, logit_gradient, place, weights
+from flashkernels.attention.triton.backward_parts import (
+    empty,
+    finite,
+    load_rows,
+    logit_gradient,
+    packed_gradient,
+    place,
+    weights,
+)
 from flashkernels.attention.triton.backward_sums import add_parts, first_sum, products
 from flashkernels.attention.triton.dropout import kept
 from flashkernels.attention.triton.parts import accumulate, keep_rows, load_parts, scores, split_block, store_parts
@@ -47,6 +55,8 @@ def dkdv_step(
     tma_batch, tma_row, tma_head, first = origin
     SPLIT: tl.constexpr = sums_ptr is not None and WANT_K and len(PARTS) == 2 and BLOCK_N <= 64 and not (LATE or HIDING)
     WANT_DS: tl.constexpr = WANT_K or WANT_COLUMN or sums_ptr is not None or dmask_ptr is not None
+    PLAIN: tl.constexpr = drop is None and dmask_ptr is None and not (HIDING or SOFTCAP or WANT_COLUMN)
+    PACKED: tl.constexpr = PLAIN and WANT_V and q_ptr.dtype.element_ty == tl.bfloat16
     offs_m = m + tl.arange(0, BLOCK_M)
     offs_n = n + tl.arange(0, BLOCK_N)
     rows = None
@@ -73,6 +83,8 @@ def dkdv_step(
                     DIM_V, PARTS_V, BLOCK_M, TMA)  # fmt: skip
     if VARLEN and TMA and HIDING:  # the block may reach into the next sequence, whatever is there
         do = keep_rows(do, offs_m < seq_q)
+    if PACKED:
+        p = p.to(tl.bfloat16)
     stays = None
     if drop is not None:
         stays = kept(drop, m, n, BLOCK_M, BLOCK_N, True)
@@ -90,7 +102,8 @@ def dkdv_step(
             delta = load_rows(delta_ptr, descs[3], first + m, offs_m, seq_q, HIDING)
         if drop is not None:
             dp = tl.where(stays, dp * keep_scale, 0.0)
-        ds = logit_gradient(p, dp, delta[None, :], HIDING)
+        less = delta[None, :]
+        ds = packed_gradient(p, dp, less) if PACKED else logit_gradient(p, dp, less, HIDING)
         if WANT_COLUMN:
             column += tl.sum(ds, 1)
         if dmask_ptr is not None:
