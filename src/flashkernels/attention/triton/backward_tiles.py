@@ -58,7 +58,7 @@ DQ_FP32 = (Rule(64, 32, 32, 8), Rule(128, 32, 16, 8))
 # dQ is made of 64 rows at least. Two programs of 64 keys on a multiprocessor beat one of 128, where registers allow
 # two (H200, 2026-11-15, D=64: 405 TFLOPS against 344; D=128: 272 against 419). Over 64 there are none to keep dQ of a
 # block until the next one: it was 5 % faster at 72, full, and spilled 29 registers a block under a causal mask. At 96
-# two programs were 13 % faster, full, and 4 % slower under a causal mask, where they spill 24 registers a block.
+# two programs were 13 % faster, full, by runs apart, and 4 % slower under a causal mask, where they spill 24 registers.
 ADDING = (Rule(64, 64, 64, 4, late=True), Rule(80, 64, 64, 4), Rule(96, 64, 64, 4, plain=True), Rule(128, 64, 128, 8))
 # Both operands of both products come in anew in every step; the block of the mask and its gradient stay in registers.
 DMASK_WGMMA = (Rule(64, 128, 64, 8), Rule(128, 64, 64, 8), Rule(512, 64, 32, 8))
