@@ -21,7 +21,7 @@ from .cases import (
     qkv,
     ragged,
 )
-from .gpu import INF, LENGTHS, NAN, dtype_id, needs_memory, on_gpu, syncs_are_errors
+from .gpu import IMPLS, INF, LENGTHS, NAN, dtype_id, needs_memory, on_gpu, syncs_are_errors
 from .gradients import (
     assert_same_gradients,
     check,
@@ -59,7 +59,7 @@ def test_pair_of_features(both: str) -> None:
 
 @pytest.mark.parametrize("dim", [64, 72, 96, 128, 192])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("impl", ["triton", "hopper"])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_what_weights_are_multiplied_by_has_the_range_of_bf16(impl: str, causal: bool, dim: int) -> None:
     q, k, v = cuda(LARGE.but(d=dim))
     check(q, k, v * 1e6, impl=impl, causal=causal)

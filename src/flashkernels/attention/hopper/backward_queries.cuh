@@ -42,13 +42,12 @@ DEVICE u32 turn(u32 pair) {
 }
 
 // The sums are in fragment order: [16 queries][8 columns][lane][4], or, of dQ on its side, [16 columns][8
-// queries][lane][4]. One warp for 16 queries. The last sums first: of these the L2 still has some.
+// queries][lane][4]. One warp for 16 queries.
 extern "C" __global__ void __launch_bounds__(2 * BLOCK) queries(const __grid_constant__ Params p) {
-  const int place = gridDim.x - 1 - blockIdx.x;
-  const QueryBlock b = query_block(p, place);
+  const QueryBlock b = query_block(p, blockIdx.x);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp * 16 + lane / 4;
   if (!WANT_Q || b.rows <= warp * 16) return;
-  const float4* sums = (const float4*)(p.sums + (i64)place * SUMS) + lane;
+  const float4* sums = (const float4*)(p.sums + (i64)blockIdx.x * SUMS) + lane;
   u16* to = p.dq + b.batch * p.dq_strides.batch + b.head * p.dq_strides.head +
             (i64)(b.q_row + b.first + first) * p.dq_strides.seq;
   if constexpr (TALL) {

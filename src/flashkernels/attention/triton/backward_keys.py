@@ -55,8 +55,9 @@ def dkdv_step(
     tma_batch, tma_row, tma_head, first = origin
     SPLIT: tl.constexpr = sums_ptr is not None and WANT_K and len(PARTS) == 2 and BLOCK_N <= 64 and not (LATE or HIDING)
     WANT_DS: tl.constexpr = WANT_K or WANT_COLUMN or sums_ptr is not None or dmask_ptr is not None
-    PLAIN: tl.constexpr = drop is None and dmask_ptr is None and not (HIDING or SOFTCAP or WANT_COLUMN)
-    PACKED: tl.constexpr = PLAIN and WANT_V and q_ptr.dtype.element_ty == tl.bfloat16
+    # in one pass, which is bound by instructions, and where P and dS are used as they come
+    PACKED: tl.constexpr = (sums_ptr is not None and WANT_V and drop is None and not (HIDING or SOFTCAP)
+                            and q_ptr.dtype.element_ty == tl.bfloat16)  # fmt: skip
     offs_m = m + tl.arange(0, BLOCK_M)
     offs_n = n + tl.arange(0, BLOCK_N)
     rows = None

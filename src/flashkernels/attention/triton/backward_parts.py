@@ -7,9 +7,6 @@ import triton.language as tl
 
 from flashkernels.attention.triton.parts import LOG2E, logits
 
-# a * b - 0 of two elements: GPUs before sm_90 have no packed product of bf16 alone
-PRODUCT = tl.constexpr("{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 $0, $1, $2, z; }")
-
 
 @triton.jit
 def within(i, j, seq_q, seq_k, shift, left, right, LEFT: tl.constexpr, RIGHT: tl.constexpr):
@@ -68,9 +65,11 @@ def logit_gradient(p, dp, delta, HIDING: tl.constexpr):
 @triton.jit
 def packed_gradient(p, dp, delta):
     """dS in bf16 of P in bf16. What P is multiplied by is rounded first: one instruction then makes two elements, and P
-    in fp32 takes no registers. fp16 has not the range for that. (Nor is it for the interpreter, which has no bf16.)"""
+    in fp32 takes no registers. fp16 has not the range for that. sm_90 and later; the interpreter has no bf16."""
     x = (dp - delta).to(tl.bfloat16)
-    return tl.inline_asm_elementwise(PRODUCT, "=r,r,r", [p, x], dtype=tl.bfloat16, is_pure=True, pack=2)
+    return tl.inline_asm_elementwise(
+        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [p, x], dtype=tl.bfloat16, is_pure=True, pack=2
+    )
 
 
 @triton.jit
