@@ -146,6 +146,7 @@ def test_dropout_runs_the_generator_once_for_four_weights(name: str) -> None:
         pytest.param(64, {}, id="64"),
         pytest.param(72, {"causal": True}, id="72-causal"),
         pytest.param(96, {}, id="96"),
+        pytest.param(96, {"causal": True}, id="96-causal"),
         pytest.param(96, {"dtype": "fp16"}, id="96-fp16"),
         pytest.param(96, EVERYTHING, id="96-everything"),
         pytest.param(128, {"causal": True}, id="128-causal"),

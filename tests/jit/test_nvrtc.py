@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flashkernels.jit import nvrtc
+from flashkernels.jit import cache, nvrtc
 
 HEADER = {"fill.cuh": "struct Fill {\n  float* out;\n  int count;\n};\n"}
 FILL = """#include "fill.cuh"
@@ -89,6 +89,28 @@ def test_the_second_time_it_comes_from_the_disk(runs: list[str], kernel_cache: P
     assert runs == ["fill.cu"] * 2
 
 
+def test_a_cubin_of_nvrtcs_own_cache_has_no_log_and_is_compiled_again(
+    kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Sequence[str]] = []
+    run = nvrtc.Compiler._run
+
+    def without_log(
+        self: nvrtc.Compiler, name: str, source: str, headers: Mapping[str, str], arguments: Sequence[str]
+    ) -> nvrtc.Compiled:
+        asked.append(arguments)
+        made = run(self, name, source, headers, arguments)
+        return made if "--no-cache" in arguments else nvrtc.Compiled(made.cubin, "")
+
+    monkeypatch.setattr(nvrtc.Compiler, "_run", without_log)
+    assert "registers" in nvrtc.compiled("fill.cu", FILL, HEADER).log
+    assert len(asked) == 2
+    for path in kernel_cache.rglob("*.log"):  # as an earlier version kept it
+        cache.store(path.stem, ".log", b"")
+    assert "registers" in nvrtc.compiled("fill.cu", FILL, HEADER).log
+    assert len(asked) == 4
+
+
 def test_whatever_changes_the_result_changes_the_key(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def variants() -> Iterator[bytes]:
         yield nvrtc.compile("fill.cu", FILL, HEADER)
@@ -148,7 +170,7 @@ def test_threads_compile_the_same_program_once_and_others_at_the_same_time(monke
         called.append(name)
         together.wait()  # the other program is being compiled as well
         time.sleep(0.05)
-        return nvrtc.Compiled(name.encode(), "")
+        return nvrtc.Compiled(name.encode(), "ptxas info")
 
     monkeypatch.setattr(nvrtc.Compiler, "run", run)
     results: list[bytes] = []

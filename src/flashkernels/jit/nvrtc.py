@@ -22,7 +22,8 @@ import torch
 
 from flashkernels.jit import cache, notes, strict
 
-DEFAULTS = ("-std=c++17", "-default-device", "--ptxas-options=-v")  # -v: registers and spills are in the log
+VERBOSE = "--ptxas-options=-v"  # registers and spills are in the log
+DEFAULTS = ("-std=c++17", "-default-device", VERBOSE)
 CONTEXT = 2  # lines shown before and after one that an error names
 MAJORS = ("13", "12")
 
@@ -104,7 +105,7 @@ class CudaProgram:
 
     def find(self) -> Compiled | None:
         cubin, log = cache.load(self.key, ".cubin"), cache.load(self.key, ".log")
-        return None if cubin is None or log is None else Compiled(cubin, log.decode())
+        return Compiled(cubin, log.decode()) if cubin and log else None
 
     def make(self) -> Compiled:
         made = find().run(self.name, self.source, dict(self.headers), self.arguments)
@@ -156,6 +157,12 @@ class Compiler:
 
     def run(self, name: str, source: str, headers: Mapping[str, str], arguments: Sequence[str]) -> Compiled:
         """Compiles, whatever is in the disk cache."""
+        made = self._run(name, source, headers, arguments)
+        if not made.log and VERBOSE in arguments:  # NVRTC keeps cubins of its own where there is a driver, but no log
+            made = self._run(name, source, headers, [*arguments, "--no-cache"])
+        return made
+
+    def _run(self, name: str, source: str, headers: Mapping[str, str], arguments: Sequence[str]) -> Compiled:
         program = ctypes.c_void_p()
         texts, names = _strings(headers.values()), _strings(headers)
         self._call(

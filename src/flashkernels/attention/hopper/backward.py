@@ -68,10 +68,11 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
     variant = tiles.choose(problem)
     device, size = tensors.q.device.index, variant.tile.queries
     code = library(variant)
-    rows, order, main = code.kernel("rows", 0), code.kernel("order", 0), code.kernel("backward", variant.shared)
-    after = code.kernel("queries", 0)
+    kernel = functools.partial(code.kernel, early=True)
+    rows, order, main = kernel("rows", 0), kernel("order", 0), kernel("backward", variant.shared)
+    after = kernel("queries", 0)
     if variant.own_dq:
-        look, after = code.kernel("keys", 0), code.kernel("gradient_of_queries", variant.own_shared)
+        look, after = kernel("keys", 0), kernel("gradient_of_queries", variant.own_shared)
     # TMA and 16-byte loads want aligned rows; a gradient may come with any strides, also expanded from one number
     copied = [bool(unaddressable(x)) for x in (given.grad_out, _given(given.out))]
     params = described(call, variant, tensors, given, copied)

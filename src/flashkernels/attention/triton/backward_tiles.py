@@ -27,6 +27,7 @@ class Rule(NamedTuple):
     block_n: int
     warps: int
     late: bool = False
+    lean: bool = False  # only where `is_lean`
 
 
 class BackwardTiles(NamedTuple):
@@ -56,8 +57,10 @@ DKDV_FP32 = (Rule(64, 32, 32, 8), Rule(128, 16, 32, 8))
 DQ_FP32 = (Rule(64, 32, 32, 8), Rule(128, 32, 16, 8))
 # dQ is made of 64 rows at least. Two programs of 64 keys on a multiprocessor beat one of 128, where registers allow
 # two (H200, 2026-11-15, D=64: 405 TFLOPS against 344; D=128: 272 against 419). Over 64 there are none to keep dQ of a
-# block until the next one: it was 5 % faster at 72, full, and spilled 29 registers a block under a causal mask.
-ADDING = (Rule(64, 64, 64, 4, late=True), Rule(80, 64, 64, 4), Rule(128, 64, 128, 8))
+# block until the next one: it was 5 % faster at 72, full, and spilled 29 registers a block under a causal mask. At 96
+# they allow two without a mask (H200, 2026-11-16, 64 keys against 128: 399 TFLOPS against 347; causal 339 and 329, but
+# 24 registers of a block spill).
+ADDING = (Rule(64, 64, 64, 4, late=True), Rule(80, 64, 64, 4), Rule(96, 64, 64, 4, lean=True), Rule(128, 64, 128, 8))
 # Both operands of both products come in anew in every step; the block of the mask and its gradient stay in registers.
 DMASK_WGMMA = (Rule(64, 128, 64, 8), Rule(128, 64, 64, 8), Rule(512, 64, 32, 8))
 DMASK_MMA = (Rule(128, 64, 32, 8), Rule(512, 32, 32, 8))
@@ -93,6 +96,11 @@ def is_even(call: AttentionProblem) -> bool:
     2026-11-15: NaN in dQ of a ragged batch, whose dO is cleaned on the way; dK at 16 and 40 columns): see
     `BackwardTiles.unpipelined`. Nor have three stages of two passes run there."""
     return not call.varlen and call.head_dim == call.head_dim_v
+
+
+def is_lean(call: AttentionProblem) -> bool:
+    """Whether dS is packed (`backward_keys`), and nothing else takes registers."""
+    return call.dtype == "bf16" and call.band == (-1, -1) and not (call.softcap or call.alibi or call.dropout_p)
 
 
 def in_one_pass(problem: AttentionProblem, gpu: Gpu) -> BackwardTiles:
@@ -135,8 +143,10 @@ def _first(
     mean = (sum(parts) + sum(parts_v)) // 2
     # on Hopper a load that is two blocks ahead gave 20 to 24 % at 64 and 128 (H200, 2026-11-15)
     for stages in (3, 2, 1) if adding or (gpu.has_wgmma and mean <= 128 and is_even(problem)) else (2, 1):
-        for width, block_m, block_n, warps, late in rules + smallest:
-            if mean > width or (problem.mask and name != "dmask" and block_m * block_n > MASKED):
+        for width, block_m, block_n, warps, late, lean in rules + smallest:
+            if mean > width or (lean and not is_lean(problem)):
+                continue
+            if problem.mask and name != "dmask" and block_m * block_n > MASKED:
                 continue
             tile = Tile("exact", block_m, block_n, parts, parts_v, warps, stages, tma=adding, late=late)
             if shared_bytes(name, tile, problem) <= gpu.shared_per_block:
