@@ -45,9 +45,9 @@ class Kernel:
             self.emulate(grid, block, *arguments, **{name.lower(): value for name, value in self.defines.items()})
             return
         held = [_parameter(argument) for argument in arguments]  # the driver copies them during the launch
-        addresses = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
         kernel = self.kernels.setdefault(shared, self.library.kernel(self.name, shared))
-        kernel.start_with(grid, block, torch.cuda.current_stream().cuda_stream, addresses)
+        start = kernel.starter(block, [ctypes.addressof(parameter) for parameter in held])
+        start(grid, torch.cuda.current_stream().cuda_stream)
 
 
 def _parameter(argument: torch.Tensor | int | float) -> Any:
