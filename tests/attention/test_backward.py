@@ -69,13 +69,14 @@ def sides(features: dict[str, Any], adds: bool = False) -> tuple[str, ...]:
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Small blocks, so that small inputs have an interior, an edge and a ragged end."""
 
-    def use(block_m: int, block_n: int, adds: bool = False, late: bool = False) -> None:
+    def use(block_m: int, block_n: int, adds: bool = False, late: bool = False, apart: bool = False) -> None:
         def choose(problem: BackwardProblem, gpu: Any, by_tma: bool = True) -> backward_tiles.BackwardTiles:
             adding = adds and by_tma
             parts, parts_v = map(backward_tiles.in_two, (problem.call.head_dim, problem.call.head_dim_v))
             tile = Tile("exact", block_m, block_n, parts, parts_v, 4, 1, tma=adding, late=adding and late)
             dmask = replace(tile, tma=False, late=False)
-            return backward_tiles.BackwardTiles(tile, None if adding else tile, dmask)
+            dv = replace(tile, block_n=2 * block_n, late=False) if adding and apart else None
+            return backward_tiles.BackwardTiles(tile, None if adding else tile, dmask, dv)
 
         monkeypatch.setattr(backward_tiles, "choose", choose)
         monkeypatch.setattr(api, "_backward_plans", Plans(api._plan_backward))
@@ -125,9 +126,9 @@ def test_walk_of_many_blocks(blocks: tuple[int, int], feature: str, sizes: tuple
 @interpreter
 @pytest.mark.parametrize("feature", ["plain", "causal", "window", "left+softcap+alibi+sinks", "floatmask+causal"])
 @pytest.mark.parametrize("sizes", [(45, 60), (60, 30)], ids=str)
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
-def test_walk_that_adds_up_dq(feature: str, sizes: tuple[int, int], late: bool, small_tiles: Any) -> None:
-    small_tiles(*((16, 32) if sizes[0] < sizes[1] else (32, 16)), adds=True, late=late)
+@pytest.mark.parametrize("form", [{}, {"late": True}, {"apart": True}], ids=["at once", "late", "dV apart"])
+def test_walk_that_adds_up_dq(feature: str, sizes: tuple[int, int], form: dict[str, bool], small_tiles: Any) -> None:
+    small_tiles(*((16, 32) if sizes[0] < sizes[1] else (32, 16)), adds=True, **form)
     shape = Shape(b=1, sq=sizes[0], sk=sizes[1], h=2, hkv=1, d=24, dv=16)
     features = keywords(feature, shape)
     check(*qkv(shape, torch.float16), impl="triton", also=sides(features, adds=True), **features)

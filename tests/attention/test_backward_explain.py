@@ -75,6 +75,8 @@ def test_the_portable_backward_in_one_pass_and_in_two() -> None:
     assert (one.repeatable, two.repeatable) == (False, True)
     assert "  one pass: " in str(one) and "  dK and dV: " in str(two) and "  dQ: " in str(two)
     assert one.predicted and two.predicted is None
+    wide = why(replace(CALL, head_dim=256, head_dim_v=256), impl="triton")
+    assert "  dK and dQ: " in str(wide) and "  dV: " in str(wide) and not wide.repeatable
 
 
 @pytest.mark.parametrize("gpu", sorted(set(GPUS) - {name for name, gpu in GPUS.items() if gpu.has_wgmma}))

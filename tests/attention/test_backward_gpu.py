@@ -50,6 +50,25 @@ def test_feature(feature: str, dtype: torch.dtype) -> None:
     check(*cuda(LARGE, dtype), impl="triton", also=sides(features), **features)
 
 
+@pytest.mark.parametrize("dim", [192, 256])
+@pytest.mark.parametrize("feature", [*NO_MASK, "window+softcap+sinks"])
+def test_feature_of_wide_rows(feature: str, dim: int) -> None:
+    """Which have tiles of their own, and over 192 columns a pass for dV."""
+    shape = LARGE.but(d=dim)
+    features = keywords(feature, shape, "cuda")
+    check(*cuda(shape), impl="triton", also=sides(features, adds=True), **features)
+
+
+@pytest.mark.parametrize("dim", [192, 256])
+@pytest.mark.parametrize("wanted", [(0, 1), (0, 2), (1, 2), (2,)], ids=["q, k", "q, v", "k, v", "v"])
+def test_some_gradients_of_wide_rows(wanted: tuple[int, ...], dim: int) -> None:
+    inputs = cuda(LARGE.but(d=dim))
+    plain, want, noise = (tuple(x[i] for i in wanted) for x in expected(inputs, features={"causal": True}))
+    tensors = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(inputs)]
+    got = gradients(fk.attention(*tensors, causal=True, return_lse=True, impl="triton"), [tensors[i] for i in wanted])
+    assert_same_gradients(got, plain, want, noise, torch.bfloat16)
+
+
 @pytest.mark.parametrize("both", pairs())
 def test_pair_of_features(both: str) -> None:
     shape = LARGE.but(sq=420, sk=300)
@@ -77,7 +96,7 @@ def test_head_dimension(dim: int, causal: bool) -> None:
     check(*cuda(LARGE.but(d=dim, h=2, hkv=1)), impl="triton", causal=causal)
 
 
-@pytest.mark.parametrize("dim", [16, 40, 64, 72, 96, 128])
+@pytest.mark.parametrize("dim", [16, 40, 64, 72, 96, 128, 160, 192, 224, 256])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_sums_and_two_passes_agree(dim: int, causal: bool) -> None:
     """And two passes are the same to the bit, whatever ran before."""

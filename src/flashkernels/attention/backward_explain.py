@@ -54,7 +54,8 @@ class BackwardExplanation(Base):
         if self.hopper:
             lines = [f"tile: {self.hopper.tile.name}", *_hopper_lines(self.hopper, self.problem)]
         elif self.triton:
-            passes = [("dK and dV" if self.triton.dq else "one pass", self.triton.dkdv), ("dQ", self.triton.dq)]
+            first = "dK and dV" if self.triton.dq else "dK and dQ" if self.triton.dv else "one pass"
+            passes = [(first, self.triton.dkdv), ("dQ", self.triton.dq), ("dV", self.triton.dv)]
             passes.append(("mask", self.triton.dmask))
             lines = ["tiles:", *(f"  {name}: {tile.name}" for name, tile in passes if tile)]
         else:

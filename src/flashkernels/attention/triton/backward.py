@@ -73,13 +73,14 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
     sums_launcher = Launcher(sums_kernel, sums_constants(call, tile), compile_options(8, 1, 0), q.device.index)
     rows_numbers = (*strides_of(given.out), *strides_of(grad_out), *_lse_strides(given.grad_lse), rows, call.heads,
                      rows_blocks, sums_size)  # fmt: skip
-    dkdv_launcher, dq_launcher = (
+    dkdv_launcher, dq_launcher, dv_launcher = (
         Launcher(kernel, made(call, tile), compile_options(tile.warps, tile.stages, tile.registers), q.device.index)
         for kernel, made, tile in (
             (dkdv_kernel, dkdv_constants, tiles.dkdv), (dq_kernel, constants, tiles.dq or tiles.dkdv),
+            (dkdv_kernel, dkdv_constants, tiles.dv or tiles.dkdv),
         )
     )  # fmt: skip
-    dkdv_blocks = -(-call.seq_k // tile.block_n)
+    dkdv_blocks, dv_blocks = (-(-call.seq_k // x.block_n) for x in (tile, tiles.dv or tile))
     dq_blocks = 0 if tiles.dq is None else -(-call.seq_q // tiles.dq.block_m)
     heads_k, heads_q = call.batch * call.kv_heads, call.batch * call.heads
     section = heads_per_section(call)
@@ -96,9 +97,11 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
     sides = (*lse_strides, *mask_strides, *slope_strides)
     sink_stride = 0 if sinks is None else sinks.stride(0)
     band = tuple(min(max(side, 0), FAR) for side in call.band)
-    dkdv_numbers = (*inputs, *_contiguous(k), *_contiguous(v), *sums_strides, *sides,
-                    call.seq_k if form == "scores" else 1, call.seq_q, call.seq_k, call.kv_heads, group, dkdv_blocks,
-                    section_k, heads_k, *band)  # fmt: skip
+    dkdv_numbers, dv_numbers = (
+        (*inputs, *_contiguous(k), *_contiguous(v), *sums_strides, *sides, call.seq_k if form == "scores" else 1,
+         call.seq_q, call.seq_k, call.kv_heads, group, blocks, section_k, heads_k, *band)
+        for blocks in (dkdv_blocks, dv_blocks)
+    )  # fmt: skip
     dq_numbers = (*inputs, *_contiguous(q), *sides, sink_stride, call.seq_q, call.seq_k, call.heads, group, dq_blocks,
                   section, heads_q, *band)  # fmt: skip
     sums_numbers = (*sums_strides, *_contiguous(q), call.seq_q, call.heads, sums_blocks)
@@ -136,10 +139,14 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
         dmask = None if mask is None else buffer_of(form, call, mask)
         if want_dkdv and heads_k * dkdv_blocks:
             of_mask = (dmask, None) if form == "scores" else (None, dmask)
-            others = (*grads[1:3], sums, *of_mask, mask, slopes, cu_q, cu_k, seed)
             boxes = (*descriptors(q, q_boxes), *descriptors(grad_out, do_boxes),
                      *(None if row_box is None else Descriptor(x, *row_box) for x in (level, delta)))  # fmt: skip
-            dkdv_launcher(heads_k * dkdv_blocks, (*stats, *others, *boxes), (*dkdv_numbers, *numbers))
+            rest = (mask, slopes, cu_q, cu_k, seed, *boxes)
+            dk, dv = grads[1:3]
+            if tiles.dv is not None and dv is not None:  # of as many rows at a time: the boxes are the same
+                dv_launcher(heads_k * dv_blocks, (*stats, None, dv, *[None] * 3, *rest), (*dv_numbers, *numbers))
+                dv = None
+            dkdv_launcher(heads_k * dkdv_blocks, (*stats, dk, dv, sums, *of_mask, *rest), (*dkdv_numbers, *numbers))
         if sums is not None and heads_q * sums_blocks:
             sums_launcher(heads_q * sums_blocks, (sums, grads[0], cu_q), (*sums_numbers, softmax_scale))
         grads.append(None if dslope is None or slopes is None else _slopes_gradient(dslope, slopes))

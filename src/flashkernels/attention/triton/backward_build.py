@@ -22,7 +22,10 @@ from flashkernels.jit.launch import compile_options
 from flashkernels.jit.offline import Resources, compile_for
 from flashkernels.tiling import Tile
 
-KERNELS = {"dkdv": dkdv_kernel, "adding": dkdv_kernel, "dq": dq_kernel, "dmask": dmask_kernel}
+KERNELS = {
+    "dkdv": dkdv_kernel, "adding": dkdv_kernel, "dk": dkdv_kernel, "dv": dkdv_kernel, "dq": dq_kernel,
+    "dmask": dmask_kernel,
+}  # fmt: skip
 FP32 = (
     "lse_ptr", "level_ptr", "delta_ptr", "norm_ptr", "dlse_ptr", "dslope_ptr", "slopes_ptr", "sinks_ptr", "sums_ptr",
     "dcolumn_ptr",
@@ -31,8 +34,8 @@ LAST_STRIDES = ("stride_od", "stride_gd", "stride_qd", "stride_kd", "stride_vd",
 
 
 def compile_pass(name: str, tile: Tile, problem: AttentionProblem, gpu: Gpu, dmask: Form = "none") -> Resources:
-    """Machine code of "dkdv", "dq", "adding" or "dmask" on a tile, as the JIT would make it for contiguous inputs, with
-    every gradient but that of a mask, whose form has to be named."""
+    """Machine code of a pass (a field of `BackwardTiles`, "adding" for a `dkdv` that makes all gradients, "dk" for one
+    without dV) on a tile, as the JIT would make it for contiguous inputs; of a mask's gradient the form is named."""
     options = compile_options(tile.warps, tile.stages, tile.registers)
     fixed = (dkdv_constants if KERNELS[name] is dkdv_kernel else constants)(problem, tile)
     boxes = {
@@ -43,7 +46,8 @@ def compile_pass(name: str, tile: Tile, problem: AttentionProblem, gpu: Gpu, dma
     }
     if rows_by_box(problem, tile):
         boxes |= dict.fromkeys(("level_desc", "delta_desc"), f"tensordesc<fp32[{tile.block_m}]>")
-    return _compile(KERNELS[name], problem, gpu, fixed, options, boxes, name == "adding", dmask)
+    left_out = {"dk": "dv_ptr", "dv": "dk_ptr"}.get(name)
+    return _compile(KERNELS[name], problem, gpu, fixed, options, boxes, name in ("adding", "dk"), dmask, left_out)
 
 
 def compile_rows(problem: AttentionProblem, gpu: Gpu) -> Resources:
@@ -58,7 +62,7 @@ def compile_sums(tile: Tile, problem: AttentionProblem, gpu: Gpu) -> Resources:
 
 def _compile(
     kernel: Any, problem: AttentionProblem, gpu: Gpu, fixed: dict[str, Any], options: dict[str, Any],
-    boxes: dict[str, str], adds: bool, dmask: Form = "none",
+    boxes: dict[str, str], adds: bool, dmask: Form = "none", left_out: str | None = None,
 ) -> Resources:  # fmt: skip
     present = {
         "mask_ptr": problem.mask is not None, "slopes_ptr": problem.alibi, "dslope_ptr": problem.alibi,
@@ -74,7 +78,7 @@ def _compile(
             continue
         if "_desc" in name:
             (types if name in boxes else absent)[name] = boxes.get(name)
-        elif not present.get(name, True):
+        elif name == left_out or not present.get(name, True):
             absent[name] = None
         elif name in LAST_STRIDES or (name == "stride_dm" and not present["dmask_ptr"]):
             absent[name] = 1

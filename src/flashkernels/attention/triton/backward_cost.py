@@ -17,7 +17,7 @@ CLOCK = 1.755e9  # of an H200 under load
 def seconds(problem: BackwardProblem, tiles: BackwardTiles, gpu: Gpu) -> float | None:
     """Predicted time; None where nothing like it was measured: two passes, more than a band, other GPUs than Hopper."""
     call, tile = problem.call, tiles.dkdv
-    if tiles.dq is not None or call.softcap or call.alibi or call.dropout_p or gpu.capability != (9, 0):
+    if tiles.dq or tiles.dv or call.softcap or call.alibi or call.dropout_p or gpu.capability != (9, 0):
         return None
     columns = 3 * sum(tile.parts) + 2 * sum(tile.parts_v)
     rows = call.total_q * call.heads

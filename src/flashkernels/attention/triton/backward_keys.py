@@ -56,7 +56,7 @@ def dkdv_step(
     SPLIT: tl.constexpr = sums_ptr is not None and WANT_K and len(PARTS) == 2 and BLOCK_N <= 64 and not (LATE or HIDING)
     WANT_DS: tl.constexpr = WANT_K or WANT_COLUMN or sums_ptr is not None or dmask_ptr is not None
     # in one pass, which is bound by instructions, and where P and dS are used as they come
-    PACKED: tl.constexpr = (sums_ptr is not None and WANT_V and drop is None and not (HIDING or SOFTCAP)
+    PACKED: tl.constexpr = (sums_ptr is not None and drop is None and not (HIDING or SOFTCAP)
                             and q_ptr.dtype.element_ty == tl.bfloat16)  # fmt: skip
     offs_m = m + tl.arange(0, BLOCK_M)
     offs_n = n + tl.arange(0, BLOCK_N)
@@ -172,7 +172,8 @@ def dkdv_kernel(
     WANT_V: tl.constexpr = dv_ptr is not None
     WANT_COLUMN: tl.constexpr = dcolumn_ptr is not None
     TMA: tl.constexpr = q_desc0 is not None
-    STAGES_HIDING: tl.constexpr = min(STAGES, 2) if sums_ptr is not None else STAGES
+    # a pass that leaves dV to another has wide rows, and shared memory for one stage
+    STAGES_HIDING: tl.constexpr = min(STAGES, 2 if WANT_V else 1) if sums_ptr is not None else STAGES
     block_n, bh = place(blocks, section, total_heads)  # under a causal mask the first keys have the most rows
     batch = bh // kv_heads
     head_k = bh - batch * kv_heads

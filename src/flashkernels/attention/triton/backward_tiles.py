@@ -36,12 +36,13 @@ class BackwardTiles(NamedTuple):
     dkdv: Tile  # one block of keys, all query rows that see it
     dq: Tile | None  # one block of query rows, all keys that it sees; None: the other pass adds up dQ in memory
     dmask: Tile | None = None  # one block of a mask, all heads that share it; None: nobody wants the mask's gradient
+    dv: Tile | None = None  # as `dkdv`, which then makes no dV; None: it does
 
     def unpipelined(self) -> BackwardTiles:
         """Where some operands of a loop are copied asynchronously and some are not, Triton 3.6 lets a wgmma read what
         is already being overwritten (seen at head_dim=16 with head_dim_v=40): one stage waits for each product."""
-        dq, dmask = (tile and replace(tile, stages=1) for tile in self[1:])
-        return BackwardTiles(replace(self.dkdv, stages=1), dq, dmask)
+        dkdv, *others = (tile and replace(tile, stages=1) for tile in self)
+        return BackwardTiles(dkdv or self.dkdv, *others)
 
 
 # dK and dV are two accumulators of block_n rows, so registers run out early. wgmma takes K and V from shared memory,
@@ -60,7 +61,14 @@ DQ_FP32 = (Rule(64, 32, 32, 8), Rule(128, 32, 16, 8))
 # block until the next one: it was 5 % faster at 72, full, and spilled 29 registers a block under a causal mask. At 96
 # they allow two without a mask (H200, 2026-11-16, 64 keys against 128: 399 TFLOPS against 347; causal 339 and 329, but
 # 24 registers of a block spill).
-ADDING = (Rule(64, 64, 64, 4, late=True), Rule(80, 64, 64, 4), Rule(96, 64, 64, 4, lean=True), Rule(128, 64, 128, 8))
+ADDING = (
+    Rule(64, 64, 64, 4, late=True), Rule(80, 64, 64, 4), Rule(96, 64, 64, 4, lean=True), Rule(128, 64, 128, 8),
+    Rule(192, 64, 64, 8),
+)  # fmt: skip
+# Over 192 columns dK, dV and dQ of 64 rows are more than all registers. dV by a pass of its own computes the scores
+# once more: six products, where a pass for dQ makes them seven.
+DK = (Rule(256, 64, 64, 8),)
+DV = (Rule(256, 64, 128, 8),)
 # Both operands of both products come in anew in every step; the block of the mask and its gradient stay in registers.
 DMASK_WGMMA = (Rule(64, 128, 64, 8), Rule(128, 64, 64, 8), Rule(512, 64, 32, 8))
 DMASK_MMA = (Rule(128, 64, 32, 8), Rule(512, 32, 32, 8))
@@ -82,12 +90,12 @@ def adds_dq(problem: BackwardProblem, gpu: Gpu) -> bool:
 
     Not where dQ is wanted alone, or with the gradient of the slopes, which needs the sums of whole rows; fp32 needs
     their sums first. A block of queries has at least the 64 rows of a wgmma: beside dK and dV there are registers for
-    that up to 128 columns, and under a mask tensor for none. Additions of four numbers at a time come with wgmma.
+    that up to 256 columns, and under a mask tensor for none. Additions of four numbers at a time come with wgmma.
     """
     call, wanted = problem.call, problem.wanted
     if problem.deterministic or "q" not in wanted or not {"k", "v"} & {*wanted} or "alibi_slopes" in wanted:
         return False
-    fits = call.element_bytes == 2 and not call.mask and max(call.head_dim, call.head_dim_v) <= 128
+    fits = call.element_bytes == 2 and not call.mask and max(call.head_dim, call.head_dim_v) <= DK[-1].width
     return is_even(call) and gpu.has_wgmma and fits
 
 
@@ -104,7 +112,11 @@ def is_lean(call: AttentionProblem) -> bool:
 
 
 def in_one_pass(problem: AttentionProblem, gpu: Gpu) -> BackwardTiles:
-    return BackwardTiles(_first("adding", ADDING, problem, gpu), None)
+    """All gradients by a pass over the keys, dV over 192 columns by another."""
+    if max(problem.head_dim, problem.head_dim_v) <= ADDING[-1].width:
+        return BackwardTiles(_first("adding", ADDING, problem, gpu), None)
+    dk, dv = (_first(name, rules, problem, gpu, smallest=()) for name, rules in (("dk", DK), ("dv", DV)))
+    return BackwardTiles(dk, None, dv=dv)
 
 
 def in_two_passes(problem: AttentionProblem, gpu: Gpu) -> BackwardTiles:
@@ -131,7 +143,7 @@ def for_a_mask(problem: AttentionProblem, gpu: Gpu) -> Tile:
 def _first(
     name: str, rules: tuple[Rule, ...], problem: AttentionProblem, gpu: Gpu, smallest: tuple[Rule, ...] = SMALLEST
 ) -> Tile:
-    adding = name == "adding"
+    adding = name in ("adding", "dk", "dv")
     if problem.element_bytes == 2:
         # Two warpgroups halve 16 columns of 64 rows, and Triton 3.6 gives a wgmma of 8 columns wrong addresses. One
         # warpgroup does not; below 64 columns fewer products are worth more than narrow ones.
@@ -174,7 +186,7 @@ def shared_bytes(name: str, tile: Tile, problem: AttentionProblem) -> int:
     for a mask's gradient has all four in the loop, and its mask once.
 
     A single stage has no room to spare for the copy without NaN and Inf. The pass that adds has dS, and where something
-    is hidden two stages of dO, one of Q, and K again, as it comes and without NaN and Inf.
+    is hidden two stages of dO (one, where it makes no dV), one of Q, and K again, as it comes and without NaN and Inf.
     """
     width, width_v = sum(tile.parts), sum(tile.parts_v)
     if name == "dmask":
@@ -183,8 +195,9 @@ def shared_bytes(name: str, tile: Tile, problem: AttentionProblem) -> int:
     own, walked = (tile.block_m, tile.block_n) if name == "dq" else (tile.block_n, tile.block_m)
     copy = walked * width if tile.stages == 1 else 0
     loop = tile.stages * walked * (width + width_v) + copy
-    if name == "adding":
-        loop = max(loop, walked * (width + 2 * width_v) + 2 * own * width) + tile.block_m * tile.block_n
-    operands = own * (width + width_v) + loop
+    if name in ("adding", "dk"):
+        hiding = 2 if name == "adding" else 1
+        loop = max(loop, walked * (width + hiding * width_v) + 2 * own * width) + tile.block_m * tile.block_n
+    operands = own * (width if name == "dv" else width + width_v) + loop
     mask = {None: 0, "bool": 1, "float": 4}[problem.mask] * tile.stages + 4 * (problem.mask is not None)
     return operands * problem.element_bytes + mask * tile.block_m * tile.block_n + SCRATCH
