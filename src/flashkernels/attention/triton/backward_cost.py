@@ -1,4 +1,4 @@
-"""What the Triton backward is predicted to take where one pass makes all gradients."""
+"""What the Triton backward is predicted to take where dQ is added up in memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from flashkernels.attention.problem import BackwardProblem
 from flashkernels.attention.triton.backward_tiles import BackwardTiles
 from flashkernels.hardware import Gpu
 
-# Fitted to ten committed times of an H200 (2026-11-16, B=4, S=4096, head dimensions 48 to 128), which are within 9 %.
+# Fitted to committed times of an H200 (2026-11-16, B=4, S=4096, head dimensions 48 to 256).
 BESIDE = {True: 0.209, False: 0.365}  # cycles of a multiprocessor for a score, beside its products; by `Tile.late`
+SHARED = 0.0079  # the same a column, where two warpgroups share 64 keys: what one has, the other needs
 CAUSAL = 1.1  # blocks on the diagonal count whole
 LAUNCHES = 12e-6
 REACHED = 0.88  # of the datasheet's bandwidth, by the kernels before and after
@@ -17,11 +18,12 @@ CLOCK = 1.755e9  # of an H200 under load
 def seconds(problem: BackwardProblem, tiles: BackwardTiles, gpu: Gpu) -> float | None:
     """Predicted time; None where nothing like it was measured: two passes, more than a band, other GPUs than Hopper."""
     call, tile = problem.call, tiles.dkdv
-    if tiles.dq or tiles.dv or call.softcap or call.alibi or call.dropout_p or gpu.capability != (9, 0):
+    if tiles.dq or call.softcap or call.alibi or call.dropout_p or gpu.capability != (9, 0):
         return None
-    columns = 3 * sum(tile.parts) + 2 * sum(tile.parts_v)
+    columns = (4 if tiles.dv else 3) * sum(tile.parts) + 2 * sum(tile.parts_v)
     rows = call.total_q * call.heads
     moved = rows * (4 * call.head_dim_v + 10 * sum(tile.parts))
     scores = call.heads * call.pairs() * (CAUSAL if call.band != (-1, -1) else 1)
     products = 2 * scores * columns / gpu.peak[call.dtype]
-    return LAUNCHES + moved / (REACHED * gpu.bandwidth) + products + BESIDE[tile.late] * scores / gpu.sms / CLOCK
+    beside = SHARED * sum(tile.parts) if tile.block_n < 16 * tile.warps else BESIDE[tile.late]
+    return LAUNCHES + moved / (REACHED * gpu.bandwidth) + products + beside * scores / gpu.sms / CLOCK
