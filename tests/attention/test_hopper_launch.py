@@ -153,7 +153,7 @@ def launched(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[backward.P
     def launch(grid: int, block: int, stream: int, address: int) -> None:
         seen.append(backward.Params.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(backward.Params))))
 
-    code = SimpleNamespace(kernel=lambda name, shared: SimpleNamespace(launch=launch))
+    code = SimpleNamespace(kernel=lambda name, shared, early: SimpleNamespace(launch=launch))
     monkeypatch.setattr(backward, "library", lambda variant: code)
     monkeypatch.setattr(backward, "counters", lambda device, stream: COUNTERS)
     return seen

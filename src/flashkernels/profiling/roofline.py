@@ -114,7 +114,7 @@ def draw(
     with_study: bool = True,
     across: str = "FLOP per byte that must move",
 ) -> Scene:
-    """The picture: roofs, points by contestant, and labels for the best point of each contestant in each suite.
+    """The picture: roofs, points by contestant, and labels for the best points of each contestant.
 
     `across` says what the intensity of the points is.
     """
@@ -180,35 +180,44 @@ def styles_of(points: Sequence[Point]) -> dict[str, Style]:
     return {impl: Style("c7", "circle") if impl == STUDY else free[i % len(free)] for i, impl in enumerate(impls)}
 
 
-def _named(points: Sequence[Point]) -> list[Point]:
-    """The points that get a label: the fastest of each contestant, then the fastest of ours in each suite."""
+def _named(points: Sequence[Point]) -> list[list[Point]]:
+    """What gets a label: each contestant, at its fastest point or, where that is crowded, at the fastest of another
+    suite; then the fastest of ours in each suite."""
     best: dict[tuple[str, str], Point] = {}
-    for point in points:
-        for suite in ("",) if point.peer else ("", point.case.rpartition(" ")[0]):
-            key = (suite, point.impl if not suite else "")
-            if key not in best or point.rate > best[key].rate:
-                best[key] = point
-    order = sorted(best, key=lambda key: (key[0] != "", -best[key].rate))
-    return list(dict.fromkeys(best[key] for key in order))[:MOST_LABELS]
+    for point in sorted(points, key=lambda point: -point.rate):
+        best.setdefault((point.impl, point.case.rpartition(" ")[0]), point)
+    contestants: dict[str, list[Point]] = {}
+    ours: dict[str, Point] = {}
+    for (impl, suite), point in best.items():
+        contestants.setdefault(impl, []).append(point)
+        if not point.peer:
+            ours.setdefault(suite, point)
+    first = {choices[0] for choices in contestants.values()}
+    return [*contestants.values(), *([point] for point in ours.values() if point not in first)][:MOST_LABELS]
 
 
 def _label(
-    scene: Scene, axes: _Axes, points: Sequence[Point], taken: Sequence[Box], names: Sequence[Box],
+    scene: Scene, axes: _Axes, named: Sequence[Sequence[Point]], taken: Sequence[Box], names: Sequence[Box],
     styles: dict[str, Style],
 ) -> None:  # fmt: skip
-    texts = [STUDY if point.impl == STUDY else f"{point.impl} {point.case.split()[-1]}" for point in points]
-    size = 11.0
-    labels = [
-        Label(axes.x(point.intensity), axes.y(point.rate), *text_size(text, size))
-        for point, text in zip(points, texts, strict=True)
-    ]
-    for point, text, label, box in zip(points, texts, labels, place(labels, taken, FRAME, walls=names), strict=True):
-        if box is None:
-            continue
-        nearest = leader(label, box)
-        if math.dist(nearest, (label.x, label.y)) > 12:
-            scene.add(Line((nearest, (label.x, label.y)), "quiet", 0.6, group=point.impl))
-        scene.add(Text(box.left, box.bottom - 0.25 * size, text, styles[point.impl].colour, size, group=point.impl))
+    size, walls, waiting = 10.0, list(names), list(named)
+    while waiting:
+        points = [choices[0] for choices in waiting]
+        texts = [STUDY if point.impl == STUDY else f"{point.impl} {point.case.split()[-1]}" for point in points]
+        labels = [
+            Label(axes.x(point.intensity), axes.y(point.rate), *text_size(text, size))
+            for point, text in zip(points, texts, strict=True)
+        ]
+        boxes = place(labels, taken, FRAME, walls=walls)
+        for point, text, label, box in zip(points, texts, labels, boxes, strict=True):
+            if box is None:
+                continue
+            walls.append(box)
+            nearest = leader(label, box)
+            if math.dist(nearest, (label.x, label.y)) > 12:
+                scene.add(Line((nearest, (label.x, label.y)), "quiet", 0.6, group=point.impl))
+            scene.add(Text(box.left, box.bottom - 0.25 * size, text, styles[point.impl].colour, size, group=point.impl))
+        waiting = [choices[1:] for choices, box in zip(waiting, boxes, strict=True) if box is None and choices[1:]]
 
 
 class _Axes:
