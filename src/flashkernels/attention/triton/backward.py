@@ -5,7 +5,8 @@ every row, and L as the others want it. Then there are two forms, and `backward_
 
 - One pass: `dkdv_kernel` takes one block of keys and walks the query rows that see it, of every query head that shares
   the keys. It makes dK and dV, and adds dS·K of each block of rows to sums in memory, fp32; `sums_kernel` turns them
-  into dQ. The order of the additions varies, so dQ is not the same to the bit in every run.
+  into dQ. The order of the additions varies, so dQ is not the same to the bit in every run. Wide rows leave too few
+  registers for all three: there dV has a launch of its own.
 - Two passes: `dkdv_kernel` without sums, and `dq_kernel`, which takes one block of query rows and walks the keys that
   it sees. Scores are computed twice, so that each gradient is summed by one program.
 
