@@ -54,7 +54,8 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     fake = Driver()
-    monkeypatch.setattr(forward, "library", lambda variant: fake)
+    monkeypatch.setattr(forward, "library", lambda variant: None)
+    monkeypatch.setattr(forward.driver, "Kernel", lambda code, name, shared: fake.kernel(name, shared))
     monkeypatch.setattr(forward.driver, "tensor_map", fake.tensor_map)
     monkeypatch.setattr(forward, "counters", lambda device, stream: COUNTERS)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
@@ -153,8 +154,12 @@ def launched(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[backward.P
     def launch(grid: int, block: int, stream: int, address: int) -> None:
         seen.append(backward.Params.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(backward.Params))))
 
-    code = SimpleNamespace(kernel=lambda name, shared, early: SimpleNamespace(launch=launch))
-    monkeypatch.setattr(backward, "library", lambda variant: code)
+    def kernel(code: None, name: str, shared: int, early: bool) -> SimpleNamespace:
+        assert early  # every kernel of the backward waits for the one ahead
+        return SimpleNamespace(launch=launch)
+
+    monkeypatch.setattr(backward, "library", lambda variant: None)
+    monkeypatch.setattr(backward.driver, "Kernel", kernel)
     monkeypatch.setattr(backward, "counters", lambda device, stream: COUNTERS)
     return seen
 

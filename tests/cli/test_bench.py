@@ -69,8 +69,8 @@ def test_an_op_has_a_suite_of_its_own_where_none_is_named(op: str, suite: str, c
     assert {(row.op, row.suite, row.case) for row in read(out).rows} == {(op, suite, case)}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_full_sizes_are_refused() -> None:
+def test_without_a_gpu_the_full_sizes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "CUDA_VISIBLE_DEVICES", "")
     done = run("bench", "attention")
     assert done.returncode == 2
     assert "pass --quick" in done.stderr

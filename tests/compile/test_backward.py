@@ -174,7 +174,7 @@ def test_additions_of_dq_are_of_four_numbers_and_bypass_shared_memory(
     assert all("ADD.F32x4" in line for line in added) and squares <= tile.warps * len(added) <= 1.5 * squares
     packed = not {"softcap", "dropout_p", "dtype"} & {*features}
     assert any("HMUL2.BF16" in line for line in loop) == packed
-    # dS alone, 8 numbers at a time; and, where two warpgroups share 64 keys, what each has of the other's products
+    # dS alone, 8 numbers at a time; where two warpgroups share 64 keys, once more for the half that the other made
     shared = 2 if tile.block_n < 16 * tile.warps else 1
     assert sum(" STS" in line for line in loop) == shared * tile.block_m * tile.block_n // (32 * tile.warps) // 8
 
@@ -217,7 +217,7 @@ def test_every_dimension_of_the_pass_for_a_mask_fits(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("head_dim", [208, 256])
 @pytest.mark.parametrize("features", [{}, {"causal": True}, EVERYTHING], ids=["full", "causal", "everything"])
-def test_a_pass_for_dv_alone_does_not_spill(head_dim: int, features: dict[str, Any]) -> None:
+def test_a_pass_for_dv_alone_hardly_spills(head_dim: int, features: dict[str, Any]) -> None:
     loop = interior(compiled("dv", lookup("h200"), head_dim, **features).sass)
     assert waits(loop) == 1 and len(spills(loop)) <= 3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from flashkernels.attention.hopper.backward_source import BackwardVariant
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.hardware import lookup
 from flashkernels.jit import nvrtc
+from flashkernels.jit.offline import resources
 
 from .sass import loops, matrix, spills
 from .structs import declared
@@ -62,6 +64,20 @@ def walks(sass: str) -> list[list[str]]:
     found = [set(body) for body in loops(sass) if matrix(body)]
     inner = [body for body in found if not any(other < body for other in found)]
     return [sorted(body) for body in inner]
+
+
+@pytest.mark.parametrize(
+    "one",
+    [variant(64), variant(128, varlen=True, **LOGITS), variant(72, right=True, deterministic=True)],
+    ids=label,
+)
+def test_every_kernel_waits_for_the_one_ahead_before_it_touches_memory(one: BackwardVariant) -> None:
+    """All are launched early. ACQBULK is the wait."""
+    cubin = build.build(one).resources.cubin
+    for entry in ("rows", "order", "backward", "queries", *(("keys", "gradient_of_queries") if one.own_dq else ())):
+        sass = resources(cubin, 0, entry=entry).sass
+        order = re.findall(r"ACQBULK|\b(?:LDG|STG|ATOMG|REDG|UTMALDG|UTMASTG|UTMAREDG|UBLKCP|UBLKRED)\b", sass)
+        assert order.count("ACQBULK") == 1 and order[0] == "ACQBULK", entry
 
 
 @pytest.mark.parametrize("one", SAMPLE, ids=label)

@@ -11,10 +11,12 @@ from torch import Tensor
 
 import flashkernels as fk
 
+from .gpu import assert_the_same_in_a_graph, needs_memory
 from .oracle import run
 from .test_cross_entropy import check_linear, check_logits, each_option, each_reduction, inputs
 
 pytestmark = pytest.mark.gpu
+
 
 @each_reduction
 @each_option
@@ -92,20 +94,11 @@ def test_gpu_captured() -> None:
         loss = fk.fused.linear_cross_entropy(*leaves, targets)
         return loss, *torch.autograd.grad(loss, leaves)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        want = step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert_the_same_in_a_graph(step)
 
 
 def test_gpu_more_logits_than_32_bits_count() -> None:
-    if torch.cuda.mem_get_info()[0] < 40 << 30:
-        pytest.skip("needs 40 GiB of GPU memory")
+    needs_memory(40)
     z = torch.randn(64_000, device="cuda").bfloat16().expand(34_000, -1).contiguous().requires_grad_()
     targets = torch.full((34_000,), 5, device="cuda")
     losses = fk.fused.cross_entropy(z, targets, reduction="none")

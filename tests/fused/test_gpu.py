@@ -11,13 +11,13 @@ from torch import Tensor
 import flashkernels as fk
 
 from . import oracle
+from .gpu import GIB, assert_the_same_in_a_graph, needs_memory
 from .oracle import OPS, Op, check, run
 from .test_norm import check_quantised, each_format
 from .test_rope import check as check_rope, heads_of
 from .test_rows import each_op, laid_out
 
 pytestmark = pytest.mark.gpu
-GIB = 1 << 30
 FAR = 1 << 31  # elements: one more than 32 bits of offset reach
 WIDTHS = (1, 8, 64, 127, 128, 1000, 4096, 5120, 8192, 12288, 16384, 16392, 32768, 151_936)
 
@@ -27,12 +27,6 @@ def _empty_cache() -> Iterator[None]:
     yield
     if torch.cuda.memory_reserved() > 8 * GIB:
         torch.cuda.empty_cache()
-
-
-def needs_memory(gib: int) -> None:
-    free = torch.cuda.mem_get_info()[0] // GIB
-    if free < gib:
-        pytest.skip(f"needs {gib} GiB of GPU memory, {free} GiB are free")
 
 
 @each_op
@@ -157,16 +151,7 @@ def test_training_step_in_a_graph(op: Op) -> None:
         outs = op.call(*tensors, impl="auto")
         return torch.autograd.grad(outs, tensors, [torch.ones_like(x) for x in outs])
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        want = [x.clone() for x in step()]
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, want, strict=True))
+    assert_the_same_in_a_graph(step)
 
 
 @pytest.mark.parametrize("name", ["rms_norm-residual", "layer_norm"])

@@ -23,6 +23,7 @@ from flashkernels.fused.triton.linear_tiles import LinearTile
 from flashkernels.hardware import GPUS, lookup
 
 from . import oracle
+from .gpu import needs_memory
 from .oracle import assert_close, run
 from .test_rows import INTERPRETED, interpreter, laid_out
 
@@ -442,8 +443,7 @@ def test_gpu_is_deterministic_and_captured() -> None:
 
 @pytest.mark.gpu
 def test_gpu_more_elements_than_32_bits_count() -> None:
-    if torch.cuda.mem_get_info()[0] < 30 << 30:
-        pytest.skip("needs 30 GiB of GPU memory")
+    needs_memory(30)
     x, _, weight, _ = inputs((300,), 64, 16384, torch.bfloat16, device="cuda")
     big = x.repeat(500, 1)  # 150,000 x 16,384 of the output
     out = fk.fused.linear(big, weight, activation="silu", impl="triton")

@@ -167,7 +167,7 @@ def test_a_thread_without_a_context_gets_one(fake: ctypes.CDLL) -> None:
 def test_several_kernels_of_one_library_load_it_once(fake: ctypes.CDLL) -> None:
     library = driver.Library(b"cubin")
     value = ctypes.c_int(1)
-    kernels = [library.kernel("kernel", shared) for shared in (0, 1024, 65536)]
+    kernels = [driver.Kernel(library, "kernel", shared) for shared in (0, 1024, 65536)]
     threads = [
         threading.Thread(target=kernel.launch, args=(1, 32, STREAM, ctypes.addressof(value))) for kernel in kernels * 4
     ]
@@ -181,7 +181,7 @@ def test_several_kernels_of_one_library_load_it_once(fake: ctypes.CDLL) -> None:
 def test_kernels_of_one_name_keep_the_most_shared_memory(fake: ctypes.CDLL) -> None:
     library = driver.Library(b"cubin")
     value = ctypes.c_int(1)
-    large, small = (library.kernel("kernel", shared) for shared in (65536, 1024))
+    large, small = (driver.Kernel(library, "kernel", shared) for shared in (65536, 1024))
     for kernel in (large, small, large):
         kernel.launch(1, 32, STREAM, ctypes.addressof(value))
     assert [count(fake, name) for name in ("attributes", "launches")] == [1, 3]
@@ -321,7 +321,7 @@ def test_the_kernels_of_the_gpu_tests_compile(arch: str) -> None:
 
 @pytest.mark.gpu
 def test_a_kernel_fills_an_array_on_a_stream_of_its_own() -> None:
-    kernel = driver.Library(cubin()).kernel("fill", DYNAMIC)
+    kernel = driver.Kernel(cubin(), "fill", DYNAMIC)
     stream = torch.cuda.Stream()
     count = 100_000
     with torch.cuda.stream(stream):

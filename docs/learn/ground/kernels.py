@@ -45,7 +45,7 @@ class Kernel:
             self.emulate(grid, block, *arguments, **{name.lower(): value for name, value in self.defines.items()})
             return
         held = [_parameter(argument) for argument in arguments]  # the driver copies them during the launch
-        kernel = self.kernels.setdefault(shared, self.library.kernel(self.name, shared))
+        kernel = self.kernels.setdefault(shared, driver.Kernel(self.library, self.name, shared))
         start = kernel.starter(block, [ctypes.addressof(parameter) for parameter in held])
         start(grid, torch.cuda.current_stream().cuda_stream)
 

@@ -33,9 +33,6 @@ class Library:
         self.loaded: c_void_p | None = None
         self.allowed: dict[tuple[str, int], int] = {}  # dynamic shared memory, by kernel and device
 
-    def kernel(self, name: str, shared: int, early: bool = False) -> Kernel:
-        return Kernel(self, name, shared, early)
-
     def handle(self, name: str) -> c_void_p:
         """The driver's CUkernel."""
         with self.lock:

@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
     }
     mbarrier::publish();
   }
-  wait_for_kernel_ahead();
+  wait_for_previous();
   __syncthreads();
 
   if (warpgroup == 0) {

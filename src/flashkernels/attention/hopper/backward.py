@@ -68,7 +68,7 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
     variant = tiles.choose(problem)
     device, size = tensors.q.device.index, variant.tile.queries
     code = library(variant)
-    kernel = functools.partial(code.kernel, early=True)
+    kernel = functools.partial(driver.Kernel, code, early=True)
     rows, order, main = kernel("rows", 0), kernel("order", 0), kernel("backward", variant.shared)
     after = kernel("queries", 0)
     if variant.own_dq:

@@ -270,7 +270,7 @@ struct Consumer {
 }  // namespace own
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) gradient_of_queries(const __grid_constant__ Params p) {
-  wait_for_kernel_ahead();
+  wait_for_previous();
   extern __shared__ __align__(1024) char shared_memory[];
   const u32 smem = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, (int)threadIdx.x / 128, 0);
@@ -304,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gradient_of_queries(con
 
 // Which keys have a NaN or Inf: one block of 128 threads for 64 keys of one key head, two threads a key.
 extern "C" __global__ void __launch_bounds__(128) keys(const __grid_constant__ Params p) {
-  wait_for_kernel_ahead();
+  wait_for_previous();
   if (!HIDES) return;
   __shared__ u32 halves[4];
   const int row = blockIdx.x / p.bad_blocks, key = threadIdx.x / 2;

@@ -33,9 +33,6 @@ struct Params {
   int has_sinks;
 };
 
-// A kernel here is launched before the one ahead of it has ended; nothing is read or written before this.
-DEVICE void wait_for_kernel_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 constexpr bool BAND = LEFT || RIGHT;
 constexpr bool HIDES = BAND || VARLEN;  // some loaded rows may not see some loaded keys
 

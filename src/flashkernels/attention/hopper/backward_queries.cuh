@@ -44,7 +44,7 @@ DEVICE u32 turn(u32 pair) {
 // The sums are in fragment order: [16 queries][8 columns][lane][4], or, of dQ on its side, [16 columns][8
 // queries][lane][4]. One warp for 16 queries.
 extern "C" __global__ void __launch_bounds__(2 * BLOCK) queries(const __grid_constant__ Params p) {
-  wait_for_kernel_ahead();
+  wait_for_previous();
   const QueryBlock b = query_block(p, blockIdx.x);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp * 16 + lane / 4;
   if (!WANT_Q || b.rows <= warp * 16) return;

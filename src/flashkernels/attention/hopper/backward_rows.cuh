@@ -76,7 +76,7 @@ DEVICE void poison_sums(const Params& p, int thread) {
 // Of Q, L tells. A NaN or Inf in a row of Q makes each of its scores NaN or infinite, so L is not finite; nor is it
 // where the row sees nothing. Only a softcap makes such scores finite, and a sink their sum: then Q itself is read.
 extern "C" __global__ void __launch_bounds__(256) rows(const __grid_constant__ Params p) {
-  wait_for_kernel_ahead();
+  wait_for_previous();
   const QueryBlock b = query_block(p, blockIdx.x);
   const int t = threadIdx.x;
   if (b.rows <= 0) return;

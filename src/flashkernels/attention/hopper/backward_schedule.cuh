@@ -77,7 +77,7 @@ DEVICE int last_sequence(const int* starts, int count, int block, int size) {
 // One thread a sequence; `order` becomes [first tile of the r-th longest, ..., all tiles, the r-th longest, ...].
 // Keys of a sequence without queries have no tile: the host has set their gradients to 0.
 extern "C" __global__ void order(const __grid_constant__ Params p) {
-  wait_for_kernel_ahead();
+  wait_for_previous();
   const int mine = blockIdx.x * blockDim.x + threadIdx.x;
   if (!VARLEN || mine >= p.batch) return;
   auto queries = [&](int b) { return p.cu_q[b + 1] - p.cu_q[b]; };

@@ -70,9 +70,9 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
     write_maps = block.writer("q", MAPS)
     write_common, write_data = block.writer("out", COMMON), block.writer("q_data", COMMON)
     write_special, write_scales = block.writer("slopes", SPECIAL), block.writer("scale", SCALES)
-    forward = code.kernel("forward", variant.shared).starter(variant.threads, [block.address])
-    order = code.kernel("order", 0).starter(128, [block.address])
-    turn = code.kernel("values", 0).starter(128, [block.address]) if variant.fp8 else None
+    forward = driver.Kernel(code, "forward", variant.shared).starter(variant.threads, [block.address])
+    order = driver.Kernel(code, "order", 0).starter(128, [block.address])
+    turn = driver.Kernel(code, "values", 0).starter(128, [block.address]) if variant.fp8 else None
     like = empty_output(tensors.q.to("meta"), problem.head_dim_v, problem.layout)
     output = room(like.shape, like.dtype, tensors.q.device, like.stride())
     logs = room(lse_shape(tensors.q), torch.float32, tensors.q.device) if problem.need_lse else None

@@ -23,6 +23,11 @@ DEVICE u32 shared_address(const void* pointer) {
   return address;
 }
 
+// A kernel that is launched before the one ahead of it has ended waits here for that: it reads and writes nothing of
+// the other's before. And from here on the next one may start.
+DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // A value that all lanes have, in a way that ptxas understands: what follows from it stays in uniform registers, and a
 // loop that it ends may use them.
 DEVICE int broadcast(int x) { return __shfl_sync(~0u, x, 0); }

@@ -41,8 +41,8 @@ class BackwardTiles(NamedTuple):
     def unpipelined(self) -> BackwardTiles:
         """Where some operands of a loop are copied asynchronously and some are not, Triton 3.6 lets a wgmma read what
         is already being overwritten (seen at head_dim=16 with head_dim_v=40): one stage waits for each product."""
-        dkdv, *others = (tile and replace(tile, stages=1) for tile in self)
-        return BackwardTiles(dkdv or self.dkdv, *others)
+        others = (tile and replace(tile, stages=1) for tile in self[1:])
+        return BackwardTiles(replace(self.dkdv, stages=1), *others)
 
 
 # dK and dV are two accumulators of block_n rows, so registers run out early. wgmma takes K and V from shared memory,
@@ -60,13 +60,13 @@ DQ_FP32 = (Rule(64, 32, 32, 8), Rule(128, 32, 16, 8))
 # two (H200, 2026-11-15, D=64: 405 TFLOPS against 344; D=128: 272 against 419). Over 64 there are none to keep dQ of a
 # block until the next one: it was 5 % faster at 72, full, and spilled 29 registers a block under a causal mask. At 96
 # they allow two without a mask (H200, 2026-11-16, 64 keys against 128: 399 TFLOPS against 347; causal 339 and 329, but
-# 24 registers of a block spill).
+# 24 registers of a block spill). Over 128 this is 225 TFLOPS where two passes are 141 (H200, 2026-11-16, D=160).
 ADDING = (
     Rule(64, 64, 64, 4, late=True), Rule(80, 64, 64, 4), Rule(96, 64, 64, 4, lean=True), Rule(128, 64, 128, 8),
     Rule(192, 64, 64, 8),
 )  # fmt: skip
 # Over 192 columns dK, dV and dQ of 64 rows are more than all registers. dV by a pass of its own computes the scores
-# once more: six products, where a pass for dQ makes them seven.
+# once more: six products, where a pass for dQ makes them seven (H200, 2026-11-16, D=256: 220 TFLOPS against 152).
 DK = (Rule(256, 64, 64, 8),)
 DV = (Rule(256, 64, 128, 8),)
 # Both operands of both products come in anew in every step; the block of the mask and its gradient stay in registers.

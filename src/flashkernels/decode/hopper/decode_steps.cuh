@@ -25,7 +25,8 @@ DEVICE void wait_for_kernel_ahead(const Params& p) {
   const i64 own = ((i64)blockIdx.x * THREADS + threadIdx.x) * LINE;
   if (own < p.batch) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.lengths + own));
   if (own < all) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.table + own));
-  asm volatile("griddepcontrol.launch_dependents;\ngriddepcontrol.wait;" ::: "memory");
+  let_next_start();
+  wait_for_previous();
   const int at = threadIdx.x * LINE;
   int unused;
   if (all <= LINE * MOST_LINES && at < all)

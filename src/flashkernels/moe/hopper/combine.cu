@@ -36,7 +36,7 @@ DEVICE void add(float (&sum)[8], const uint4& y, float weight) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) combine(const __grid_constant__ Params p) {
   const u32 piece = blockIdx.x * THREADS + threadIdx.x, token = piece / p.pieces, at = piece % p.pieces;
-  if (!p.settled) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (!p.settled) wait_for_previous();
   if (token >= p.tokens) return;
   const int* places = p.inverse + (i64)token * K;
   int place[K];
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) combine(const __grid_co
   for (int j = 0; j < K; j++) place[j] = places[j];
 #pragma unroll
   for (int j = 0; j < K; j++) weight[j] = WEIGHTED ? p.weights[(i64)token * K + j] : 1.f;
-  if (p.settled) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (p.settled) wait_for_previous();
   uint4 y[K];
 #pragma unroll
   for (int j = 0; j < K; j++) {

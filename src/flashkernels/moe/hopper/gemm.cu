@@ -12,10 +12,6 @@
 #include "rounding.cuh"
 #include "wgmma.cuh"
 
-// Kernels of a layer follow one another closely: each is started before the one that it waits for, here, has ended.
-DEVICE void await_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DEVICE void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
 // --- the producer
 
 DEVICE int row_boxes(const Work& w) { return ceil_div(w.granules * GRANULE, BOX_ROWS); }
@@ -57,7 +53,7 @@ DEVICE void produce(const Params& p, u32 smem, const Cut& cut, int* table, u32 r
     if (!waited) {
       for (; begun < STAGES && begun * DEPTH < p.depth; begun++)
         begin_stage(p, w, smem, begun, begun * DEPTH, feature, lane);
-      await_kernel_before();
+      wait_for_previous();
       waited = true;
     }
     // Asked for now and looked at after the loads of this tile: the answer takes a microsecond.
@@ -76,7 +72,7 @@ DEVICE void produce(const Params& p, u32 smem, const Cut& cut, int* table, u32 r
     }
     t = __shfl_sync(~0u, t, 0);
   }
-  if (!waited) await_kernel_before();  // a block without a tile: the counters are still the other's
+  if (!waited) wait_for_previous();  // a block without a tile: the counters are still the other's
   if (rank == 0 && lane == 0) leave_counters(p.counters, (int)gridDim.x / CLUSTER);
 }
 
@@ -211,8 +207,8 @@ gemm(const __grid_constant__ Params p) {
   }
   if (CLUSTER > 1) cluster_sync();
   if (!AHEAD) {
-    await_kernel_before();
-    let_next_kernel_start();
+    wait_for_previous();
+    let_next_start();
   }
   int* table = (int*)(shared_memory + TABLE_AT);
   const Cut cut = cut_rows(p, (int*)(shared_memory + SUMS_AT), table);  // its barriers are for the inits, too
@@ -224,8 +220,8 @@ gemm(const __grid_constant__ Params p) {
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
     if (AHEAD) {
-      await_kernel_before();
-      let_next_kernel_start();
+      wait_for_previous();
+      let_next_start();
     }
     Consumer(p, smem, rank, warpgroup - 1, warp, lane).run();
   }
@@ -234,8 +230,8 @@ gemm(const __grid_constant__ Params p) {
 
 // gathered[place] = tokens[token of the place], and scales, a warp a row, 16 bytes a lane: TMA then loads boxes.
 extern "C" __global__ void __launch_bounds__(256) gather(const __grid_constant__ Params p) {
-  await_kernel_before();
-  let_next_kernel_start();
+  wait_for_previous();
+  let_next_start();
   const int place = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (place >= p.offsets[p.experts]) return;
   const int token = p.permutation[place] / p.of_token, pieces = p.depth * ELEMENT / 16;
@@ -257,8 +253,8 @@ extern "C" __global__ void __launch_bounds__(256) gather(const __grid_constant__
 // The same of rows in 16 bits, which are rounded on the way: read once for all their places.
 extern "C" __global__ void __launch_bounds__(512) round_and_gather(const __grid_constant__ Params p) {
   __shared__ u32 most[16];
-  await_kernel_before();
-  let_next_kernel_start();
+  wait_for_previous();
+  let_next_start();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int token = blockIdx.x * (blockDim.x / 32 / p.row_warps) + warp / p.row_warps;
   const bool there = token < p.token_count;

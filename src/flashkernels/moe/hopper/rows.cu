@@ -12,8 +12,8 @@ struct Params {
 
 extern "C" __global__ void __launch_bounds__(512) round_rows(const __grid_constant__ Params p) {
   __shared__ u32 most[16];
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  wait_for_previous();
+  let_next_start();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = blockIdx.x * (blockDim.x / 32 / p.warps) + warp / p.warps;
   // The last row first: it was written last and is still in the L2, and what is written last is what the product that
   // follows reads first.
