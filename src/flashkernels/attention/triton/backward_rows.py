@@ -9,7 +9,7 @@ LOST = tl.constexpr(-1e6)  # so low that fp32 has no digits left for the sum of 
 CLEARED = tl.constexpr(2048)  # sums of dQ that a program clears at a time
 
 
-@triton.jit(do_not_specialize=["seq_q", "heads", "blocks", "sums"])
+@triton.jit(do_not_specialize=["seq_q", "heads", "blocks"])
 def rows_kernel(
     o_ptr, do_ptr, dlse_ptr, lse_ptr, level_ptr, delta_ptr, sums_ptr,
     stride_ob: tl.int64, stride_os: tl.int64, stride_oh: tl.int64, stride_od,

@@ -57,17 +57,18 @@ DQ_MMA = (Rule(128, 128, 64, 8), Rule(128, 64, 32, 4), Rule(256, 64, 32, 8), Rul
 DKDV_FP32 = (Rule(64, 32, 32, 8), Rule(128, 16, 32, 8))
 DQ_FP32 = (Rule(64, 32, 32, 8), Rule(128, 32, 16, 8))
 # dQ is made of 64 rows at least. Two programs of 64 keys on a multiprocessor beat one of 128, where registers allow
-# two (H200, 2026-11-15, D=64: 405 TFLOPS against 344; D=128: 272 against 419). Over 64 there are none to keep dQ of a
-# block until the next one: it was 5 % faster at 72, full, and spilled 29 registers a block under a causal mask. At 96
-# they allow two without a mask (H200, 2026-11-16, 64 keys against 128: 399 TFLOPS against 347; causal 339 and 329, but
-# 24 registers of a block spill). Over 128 this is 225 TFLOPS where two passes are 141 (H200, 2026-11-16, D=160).
+# two (H200, 2026-11-15, D=64: 405 TFLOPS against 344; D=128: 272 against 419). Over 64 dQ of a block can stay in them
+# until the next one only without a mask: that is 6 % faster at 72 and 5 % at 80; under a causal mask 29 registers of a
+# block spill. At 96 they allow two programs without a mask (H200, 2026-11-16, 64 keys against 128: 399 TFLOPS against
+# 347; causal 339 and 329, but 24 registers of a block spill).
 ADDING = (
-    Rule(64, 64, 64, 4, late=True), Rule(80, 64, 64, 4), Rule(96, 64, 64, 4, lean=True), Rule(128, 64, 128, 8),
-    Rule(192, 64, 64, 8),
+    Rule(64, 64, 64, 4, late=True), Rule(80, 64, 64, 4, late=True, lean=True), Rule(80, 64, 64, 4),
+    Rule(96, 64, 64, 4, lean=True), Rule(128, 64, 128, 8),
 )  # fmt: skip
-# Over 192 columns dK, dV and dQ of 64 rows are more than all registers. dV by a pass of its own computes the scores
-# once more: six products, where a pass for dQ makes them seven (H200, 2026-11-16, D=256: 220 TFLOPS against 152).
-DK = (Rule(256, 64, 64, 8),)
+# Over 128 columns dK, dV and dQ leave registers for 64 keys only, which two warpgroups then share. dV by a pass of its
+# own computes the scores once more: six products, where a pass for dQ makes them seven. H200, 2026-11-16, TFLOPS: D=160
+# 302, one pass of 64 keys 224, a pass for dQ 141; D=192 328 and 242; D=256, where 64 keys are left even so, 230.
+DK = (Rule(192, 64, 128, 8), Rule(256, 64, 64, 8))
 DV = (Rule(256, 64, 128, 8),)
 # Both operands of both products come in anew in every step; the block of the mask and its gradient stay in registers.
 DMASK_WGMMA = (Rule(64, 128, 64, 8), Rule(128, 64, 64, 8), Rule(512, 64, 32, 8))
@@ -112,10 +113,11 @@ def is_lean(call: AttentionProblem) -> bool:
 
 
 def in_one_pass(problem: AttentionProblem, gpu: Gpu) -> BackwardTiles:
-    """All gradients by a pass over the keys, dV over 192 columns by another."""
+    """All gradients by a pass over the keys, dV over 128 columns by another."""
     if max(problem.head_dim, problem.head_dim_v) <= ADDING[-1].width:
         return BackwardTiles(_first("adding", ADDING, problem, gpu), None)
-    dk, dv = (_first(name, rules, problem, gpu, smallest=()) for name, rules in (("dk", DK), ("dv", DV)))
+    rules = DK[1:] if problem.dropout_p else DK  # the generator takes registers too
+    dk, dv = (_first(name, by, problem, gpu, smallest=()) for name, by in (("dk", rules), ("dv", DV)))
     return BackwardTiles(dk, None, dv=dv)
 
 
@@ -154,15 +156,18 @@ def _first(
         parts, parts_v = parts_of("exact", problem)
     mean = (sum(parts) + sum(parts_v)) // 2
     # on Hopper a load that is two blocks ahead gave 20 to 24 % at 64 and 128 (H200, 2026-11-15)
-    for stages in (3, 2, 1) if adding or (gpu.has_wgmma and mean <= 128 and is_even(problem)) else (2, 1):
-        for width, block_m, block_n, warps, late, lean in rules + smallest:
-            if mean > width or (lean and not is_lean(problem)):
-                continue
-            if problem.mask and name != "dmask" and block_m * block_n > MASKED:
-                continue
-            tile = Tile("exact", block_m, block_n, parts, parts_v, warps, stages, tma=adding, late=late)
-            if shared_bytes(name, tile, problem) <= gpu.shared_per_block:
-                return tile
+    stages = (3, 2, 1) if adding or (gpu.has_wgmma and mean <= 128 and is_even(problem)) else (2, 1)
+    candidates = [(rule, n) for n in stages for rule in rules + smallest]
+    if name == "dk":  # keys first, then stages
+        candidates = [(rule, n) for rule in rules for n in stages]
+    for (width, block_m, block_n, warps, late, lean), n in candidates:
+        if mean > width or (lean and not is_lean(problem)):
+            continue
+        if problem.mask and name != "dmask" and block_m * block_n > MASKED:
+            continue
+        tile = Tile("exact", block_m, block_n, parts, parts_v, warps, n, tma=adding, late=late)
+        if shared_bytes(name, tile, problem) <= gpu.shared_per_block:
+            return tile
     dims = f"head_dim={problem.head_dim}, head_dim_v={problem.head_dim_v}"
     raise TilingError(f"no backward tile fits {dims}, {problem.dtype} on {gpu.name}")
 
@@ -197,7 +202,7 @@ def shared_bytes(name: str, tile: Tile, problem: AttentionProblem) -> int:
     loop = tile.stages * walked * (width + width_v) + copy
     if name in ("adding", "dk"):
         hiding = 2 if name == "adding" else 1
-        loop = max(loop, walked * (width + hiding * width_v) + 2 * own * width) + tile.block_m * tile.block_n
+        loop = max(loop, walked * (width + hiding * width_v) + hiding * own * width) + tile.block_m * tile.block_n
     operands = own * (width if name == "dv" else width + width_v) + loop
     mask = {None: 0, "bool": 1, "float": 4}[problem.mask] * tile.stages + 4 * (problem.mask is not None)
     return operands * problem.element_bytes + mask * tile.block_m * tile.block_n + SCRATCH

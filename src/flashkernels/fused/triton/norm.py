@@ -338,7 +338,7 @@ def backward_plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...]
     block = blocks(problem.width, WIDEST_BACKWARD)
     views = [row_view(x if y is None else y) for y in (grad, grad_total, x)]
     flags = {"CENTRED": call.centred, "ROUNDED": call.rounded}
-    # Triton copies ahead what it knows to be aligned, and that is multiples of 16 elements
+    # Triton copies ahead what it knows to be aligned; by multiples of 16 elements it was timed
     aligned = not any(n % 16 for view in views for n in (problem.width, *view.numbers[1:]))
     stages, most = walk(gpu, block, x.element_size(), grad_total is not None, aligned)
     launch = Launch(backward_kernel, block.constants | flags | {"STAGES": stages}, block.warps, x.device)
