@@ -227,7 +227,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
             "attention-backward",
             "| 64 | 522 / 450 | 393 / 350 | 389 / 321 | 421 / 358 | 497 / 462 |",
             16,
-            "8b54c8c, 96a5dd5, 524d57f",
+            "864dd6e, 96a5dd5, 524d57f",
         ),
     ],
 )

@@ -191,7 +191,8 @@ def shared_bytes(name: str, tile: Tile, problem: AttentionProblem) -> int:
     for a mask's gradient has all four in the loop, and its mask once.
 
     A single stage has no room to spare for the copy without NaN and Inf. The pass that adds has dS, and where something
-    is hidden two stages of dO (one, where it makes no dV), one of Q, and K again, as it comes and without NaN and Inf.
+    is hidden two stages of dO, one of Q, and K again, as it comes and without NaN and Inf; where it makes no dV, one
+    stage of dO and one copy of K.
     """
     width, width_v = sum(tile.parts), sum(tile.parts_v)
     if name == "dmask":
