@@ -90,13 +90,13 @@ def test_every_feature_at_once(mask: str) -> None:
     check(*cuda(LARGE), impl="triton", also=sides(features), **features)
 
 
-@pytest.mark.parametrize("dim", [1, 8, *range(16, 257, 16), 33, 72, 104, 152, 200, 264, 320, 512])
+@pytest.mark.parametrize("dim", [1, 8, *range(16, 257, 16), 33, 70, 72, 104, 150, 152, 200, 264, 320, 512])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_head_dimension(dim: int, causal: bool) -> None:
     check(*cuda(LARGE.but(d=dim, h=2, hkv=1)), impl="triton", causal=causal)
 
 
-@pytest.mark.parametrize("dim", [16, 40, 64, 72, 96, 128, 160, 192, 224, 256])
+@pytest.mark.parametrize("dim", [16, 40, 64, 70, 72, 96, 128, 160, 192, 224, 256])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_sums_and_two_passes_agree(dim: int, causal: bool) -> None:
     """And two passes are the same to the bit, whatever ran before."""
