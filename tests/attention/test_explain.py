@@ -338,3 +338,32 @@ def test_a_ragged_call_is_explained_as_it_is_made() -> None:
     assert "varlen" in str(why)
     with pytest.raises(ValueError, match="max_seqlen_q"):
         fk.explain("attention_varlen", q, k, v, ends, ends, -1, 40, gpu="h200")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dims", "zeros", "by"),
+    [
+        ("h200", (97, 97), "104", "hopper"),
+        ("a100", (97, 97), "104", "triton"),
+        ("h200", (192, 100), "192 and 104", "hopper"),
+    ],
+)
+def test_odd_rows_come_with_advice(gpu: str, dims: tuple[int, int], zeros: str, by: str) -> None:
+    problem = replace(PROBLEM, head_dim=dims[0], head_dim_v=dims[1])
+    why = fk.explain("attention", problem=problem, gpu=gpu)
+    assert (why.impl, why.padded) == ("triton", by)
+    assert f"zeros up to {zeros} columns, and softmax_scale={dims[0]}**-0.5: 16 bytes at a time, by {by}" in str(why)
+    assert "read 2 bytes at a time" in str(why)
+
+
+@pytest.mark.parametrize("dim", [72, 96])
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+def test_rows_of_a_multiple_of_8_need_no_advice(dim: int, impl: str) -> None:
+    why = fk.explain("attention", problem=replace(PROBLEM, head_dim=dim, head_dim_v=dim), gpu="h200", impl=impl)
+    assert why.padded == "" and "bytes at a time" not in str(why)
+
+
+def test_columns_of_zeros_change_nothing() -> None:
+    q, k, v = (torch.randn(1, 5, 2, 13, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    wide = fk.attention(*(torch.nn.functional.pad(x, (0, 3)) for x in (q, k, v)), softmax_scale=13**-0.5)
+    torch.testing.assert_close(wide[..., :13], fk.attention(q, k, v))

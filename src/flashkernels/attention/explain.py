@@ -62,6 +62,7 @@ class Explanation(Base):
     problem: AttentionProblem
     choices: tuple[Choice, ...] = ()
     hopper: HopperLaunch | None = None
+    padded: str = ""  # what would serve with rows of a multiple of 8 columns; empty: they are, or Triton does not serve
 
     @property
     def chosen(self) -> Choice | None:
@@ -87,7 +88,18 @@ class Explanation(Base):
         if self.impl != "triton" or not self.choices:
             return []
         name = self.chosen.best.tile.name if self.chosen and self.chosen.best else "none, the call would raise"
-        return [f"tile: {name}", "strategies:", *compared]
+        return [f"tile: {name}", "strategies:", *compared, *self._advice()]
+
+    def _advice(self) -> list[str]:
+        """What would read odd rows faster: columns of zeros add nothing to a score, and their outputs are zeros."""
+        if not self.padded:
+            return []
+        p = self.problem
+        dims = " and ".join(map(str, dict.fromkeys(_even_dims(p))))
+        return [
+            f"rows: no multiple of 8 columns, so read {p.element_bytes} bytes at a time; predictions do not know that",
+            f"  zeros up to {dims} columns, and softmax_scale={p.head_dim}**-0.5: 16 bytes at a time, by {self.padded}",
+        ]
 
     def notes(self) -> list[str]:
         if self.predicted is None:
@@ -145,8 +157,18 @@ def explain(op: str, *tensors: Any, gpu: str | Gpu | None = None, **arguments: A
             choices = tuple(
                 c if c.strategy == forced else Choice(c.strategy, None, f"use_tile asks for {forced}") for c in choices
             )
-    answers = verdicts(IMPLS, problem, gpu)
-    return Explanation("attention", problem, gpu, chosen, impl != "auto", answers, choices=choices, hopper=launch)
+    answers, padded = verdicts(IMPLS, problem, gpu), ""
+    dim, dim_v = _even_dims(problem)
+    if choices and chosen == "triton" and (dim, dim_v) != (problem.head_dim, problem.head_dim_v):
+        padded = select(IMPLS, replace(problem, head_dim=dim, head_dim_v=dim_v, unaddressable=""), gpu, impl).name
+    return Explanation(
+        "attention", problem, gpu, chosen, impl != "auto", answers, choices=choices, hopper=launch, padded=padded
+    )
+
+
+def _even_dims(problem: AttentionProblem) -> tuple[int, int]:
+    """The head dimensions, rounded up to multiples of 8."""
+    return -(-problem.head_dim // 8) * 8, -(-problem.head_dim_v // 8) * 8
 
 
 def _launch(problem: AttentionProblem, gpu: Gpu) -> HopperLaunch:
