@@ -136,7 +136,7 @@ def test_ptx_that_the_driver_cannot_compile_is_broken(quick: None, monkeypatch: 
 
 def test_little_shared_memory_between_processes_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     if sys.platform != "linux":
-        pytest.skip("of Linux")
+        pytest.skip("/dev/shm, which the check reads, is there on Linux alone")
     for total, status in ((64 * 2**20, "warn"), (8 * 2**30, "ok")):
         monkeypatch.setattr(doctor_module.shutil, "disk_usage", lambda _, total=total: SimpleNamespace(total=total))
         found = doctor_module.limits()

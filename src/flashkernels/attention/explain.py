@@ -95,7 +95,7 @@ class Explanation(Base):
         if not self.padded:
             return []
         p = self.problem
-        dims = " and ".join(map(str, dict.fromkeys(_even_dims(p))))
+        dims = " and ".join(map(str, dict.fromkeys(_padded_dims(p))))
         return [
             f"rows: no multiple of 8 columns, so read {p.element_bytes} bytes at a time; predictions do not know that",
             f"  zeros up to {dims} columns, and softmax_scale={p.head_dim}**-0.5: 16 bytes at a time, by {self.padded}",
@@ -158,7 +158,7 @@ def explain(op: str, *tensors: Any, gpu: str | Gpu | None = None, **arguments: A
                 c if c.strategy == forced else Choice(c.strategy, None, f"use_tile asks for {forced}") for c in choices
             )
     answers, padded = verdicts(IMPLS, problem, gpu), ""
-    dim, dim_v = _even_dims(problem)
+    dim, dim_v = _padded_dims(problem)
     if choices and chosen == "triton" and (dim, dim_v) != (problem.head_dim, problem.head_dim_v):
         padded = select(IMPLS, replace(problem, head_dim=dim, head_dim_v=dim_v, unaddressable=""), gpu, impl).name
     return Explanation(
@@ -166,7 +166,7 @@ def explain(op: str, *tensors: Any, gpu: str | Gpu | None = None, **arguments: A
     )
 
 
-def _even_dims(problem: AttentionProblem) -> tuple[int, int]:
+def _padded_dims(problem: AttentionProblem) -> tuple[int, int]:
     """The head dimensions, rounded up to multiples of 8."""
     return -(-problem.head_dim // 8) * 8, -(-problem.head_dim_v // 8) * 8
 

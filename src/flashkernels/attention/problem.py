@@ -62,6 +62,16 @@ class AttentionProblem:
         left, right = self.window
         return left, 0 if self.causal else right
 
+    @property
+    def kv_bytes(self) -> int:
+        """Of K and V."""
+        return self.total_k * self.kv_heads * (self.head_dim + self.head_dim_v) * self.element_bytes
+
+    @property
+    def walked_bytes(self) -> int:
+        """What a pass over keys that adds up dQ walks: Q and dO in 16 bits, and dQ in 32."""
+        return self.total_q * self.heads * (6 * self.head_dim + 2 * self.head_dim_v)
+
     def pairs(self) -> int:
         """Visible (query, key) pairs of one head over the whole batch, by causal and window; masks are not counted."""
         if self.batch == 0:
@@ -79,12 +89,11 @@ class AttentionProblem:
     def bytes(self) -> int:
         """Least traffic: Q, K and V read once, the output and its fp32 log-sum-exp written once."""
         q_side = self.total_q * self.heads * self.head_dim
-        kv_side = self.total_k * self.kv_heads * (self.head_dim + self.head_dim_v)
         out = self.total_q * self.heads * self.head_dim_v * max(2, self.element_bytes)  # of FP8, bf16
         mask = 0
         if self.mask:
             mask = self.batch * self.seq_q * self.seq_k * (1 if self.mask == "bool" else self.element_bytes)
-        return (q_side + kv_side) * self.element_bytes + out + 4 * self.total_q * self.heads + mask
+        return q_side * self.element_bytes + self.kv_bytes + out + 4 * self.total_q * self.heads + mask
 
 
 @dataclass(frozen=True)
@@ -116,8 +125,16 @@ class BackwardProblem:
         and v written once. All are counted, whatever is wanted; masks and biases are not."""
         call = self.call
         q_side = call.total_q * call.heads * (call.head_dim + call.head_dim_v)
-        kv_side = call.total_k * call.kv_heads * (call.head_dim + call.head_dim_v)
-        return 2 * (q_side + kv_side) * call.element_bytes + 4 * call.total_q * call.heads
+        return 2 * (q_side * call.element_bytes + call.kv_bytes) + 4 * call.total_q * call.heads
+
+
+def heads_together(heads: int, walked: int, most: float) -> int:
+    """How many of these heads are worked on side by side: in equal sections, each about `most` of all bytes walked.
+
+    >>> heads_together(128, 268_000_000, 48e6), heads_together(4, 1000, 48e6)
+    (22, 4)
+    """
+    return max(1, -(-heads // max(1, round(walked / most))))
 
 
 def visible_pairs(sq: int, sk: int, left: int, right: int) -> int:

@@ -19,7 +19,7 @@ from flashkernels.attention import sinks as sunk
 from flashkernels.attention.hopper import backward_source as source, backward_tiles as tiles
 from flashkernels.attention.hopper.backward_source import OWN_KEYS, OWN_QUERIES, THREADS, BackwardVariant
 from flashkernels.attention.hopper.forward import FAR, LOG2E, SECTION_BYTES, spaced
-from flashkernels.attention.problem import AttentionProblem, BackwardProblem
+from flashkernels.attention.problem import AttentionProblem, BackwardProblem, heads_together
 from flashkernels.attention.tensors import Given, RunBackward, Tensors, strides_of, unaddressable
 from flashkernels.hardware import Gpu
 from flashkernels.jit import driver, nvrtc
@@ -177,10 +177,7 @@ def described(
     three = ctypes.c_int64 * 3
     grad_lse = (0, 0, 0) if given.grad_lse is None else (0, *given.grad_lse.stride())[-3:]
     left, right = (FAR if side < 0 else min(side, FAR) for side in call.band)
-    kv_heads = call.batch * call.kv_heads
-    # Q and dO in 16 bits and dQ in 32, of all query heads
-    walked = call.total_q * call.heads * (6 * call.head_dim + 2 * call.head_dim_v)
-    sections = max(1, round(walked / SECTION_BYTES))
+    section = heads_together(call.batch * call.kv_heads, call.walked_bytes, SECTION_BYTES)
     return Params(
         q_strides=three(*strides_of(q)[:3]), k_strides=three(*strides_of(k)[:3]), v_strides=three(*strides_of(v)[:3]),
         out_strides=three(*strides_of(out)[:3]),
@@ -197,7 +194,7 @@ def described(
         bad_blocks=cut(call.seq_k, call.total_k, OWN_KEYS),
         key_blocks=-(-call.seq_k // variant.tile.keys),
         tiles=0 if call.varlen else tiles.most_tiles(call, variant),
-        section=max(1, -(-kv_heads // sections)), has_sinks=call.sinks,
+        section=section, has_sinks=call.sinks,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashkernels.attention.hopper import source, tiles, wide_source
 from flashkernels.attention.hopper.source import Variant
-from flashkernels.attention.problem import AttentionProblem
+from flashkernels.attention.problem import AttentionProblem, heads_together
 from flashkernels.attention.tensors import Run, Tensors, empty_output, lse_shape, strides_of
 from flashkernels.hardware import Gpu
 from flashkernels.jit import driver, nvrtc
@@ -160,8 +160,6 @@ def described(problem: AttentionProblem, choice: tiles.Choice, tensors: Tensors)
     out = empty_output(q.to("meta"), problem.head_dim_v, problem.layout)  # for its strides
     slopes = tensors.alibi_slopes
     three = ctypes.c_int64 * 3
-    kv_bytes = problem.total_k * problem.kv_heads * (problem.head_dim + problem.head_dim_v) * problem.element_bytes
-    sections = max(1, round(kv_bytes / SECTION_BYTES))
     return Params(
         q_strides=three(*strides_of(q)[:3]), k_strides=three(*strides_of(k)[:3]), v_strides=three(*strides_of(v)[:3]),
         out_strides=three(*strides_of(out)[:3]),
@@ -172,8 +170,8 @@ def described(problem: AttentionProblem, choice: tiles.Choice, tensors: Tensors)
         values_row=-(-problem.seq_k // 128) * 128 if variant.fp8 else 0,
         batch=problem.batch, heads=heads, group=problem.heads // problem.kv_heads // pack,
         seq_q=problem.seq_q, seq_k=problem.seq_k, left=left, right=right, blocks=blocks,
-        tiles=choice.whole + choice.shares, section=max(1, -(-problem.batch * heads // sections)),
-        whole=choice.whole, cut=choice.cut, shares=choice.shares,
+        section=heads_together(problem.batch * heads, problem.kv_bytes, SECTION_BYTES),
+        tiles=choice.whole + choice.shares, whole=choice.whole, cut=choice.cut, shares=choice.shares,
         page_size=problem.page_size, max_pages=0 if tensors.block_table is None else tensors.block_table.shape[1],
     )  # fmt: skip
 

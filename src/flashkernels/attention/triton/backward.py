@@ -18,7 +18,6 @@ way round. See `README.md` beside this package for the mathematics.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ import triton
 from torch import Tensor
 
 from flashkernels.attention import dropout
-from flashkernels.attention.problem import AttentionProblem, BackwardProblem
+from flashkernels.attention.problem import AttentionProblem, BackwardProblem, heads_together
 from flashkernels.attention.sinks import gradient, unseeing, weights
 from flashkernels.attention.tensors import Given, RunBackward, Tensors, strides_of, unaddressable
 from flashkernels.attention.triton import backward_tiles
@@ -88,7 +87,7 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
     dq_blocks = 0 if tiles.dq is None else -(-call.seq_q // tiles.dq.block_m)
     heads_k, heads_q = call.batch * call.kv_heads, call.batch * call.heads
     section = heads_per_section(call)
-    section_k = math.ceil((heads_summed_together(call) if adds else section) / group)
+    section_k = -(-(heads_summed_together(call) if adds else section) // group)
     box_rows = tile.block_m if tile.tma else 0
     q_boxes, do_boxes = boxes_of(q, tile.parts, box_rows)[:2], boxes_of(grad_out, tile.parts_v, box_rows)[:2]
     row_box = ((batch * call.heads * rows,), (1,), [tile.block_m]) if rows_by_box(call, tile) else None
@@ -175,8 +174,7 @@ def heads_summed_together(problem: AttentionProblem) -> int:
     without one it is a head at a time."""
     if problem.band == (-1, -1):
         return 1
-    walked = problem.total_q * problem.heads * (6 * problem.head_dim + 2 * problem.head_dim_v)
-    return max(1, math.ceil(problem.batch * problem.heads / max(1, round(walked / SECTION_BYTES))))
+    return heads_together(problem.batch * problem.heads, problem.walked_bytes, SECTION_BYTES)
 
 
 def rows_by_box(problem: AttentionProblem, tile: Tile) -> bool:

@@ -15,8 +15,11 @@ from flashkernels.attention.triton.backward_parts import (
     weights,
 )
 from flashkernels.attention.triton.backward_sums import add_parts, first_sum, products
+from flashkernels.attention.triton.backward_tiles import ADDING
 from flashkernels.attention.triton.dropout import kept
 from flashkernels.attention.triton.parts import accumulate, keep_rows, load_parts, scores, split_block, store_parts
+
+WIDEST = tl.constexpr(ADDING[-1].width)  # rows of which one pass makes all gradients
 
 
 @triton.jit
@@ -175,7 +178,7 @@ def dkdv_kernel(
     # a pass that leaves dV to another has wide rows, and shared memory for one stage
     STAGES_HIDING: tl.constexpr = min(STAGES, 2 if WANT_V else 1) if sums_ptr is not None else STAGES
     # of wide rows fewer registers spill with the interior first; others are 1 to 6 % slower so (H200, 2026-11-16)
-    FIRST: tl.constexpr = 1 if WANT_V or sums_ptr is None or DIM <= 128 else 0
+    FIRST: tl.constexpr = 1 if WANT_V or sums_ptr is None or DIM <= WIDEST else 0
     block_n, bh = place(blocks, section, total_heads)  # under a causal mask the first keys have the most rows
     batch = bh // kv_heads
     head_k = bh - batch * kv_heads

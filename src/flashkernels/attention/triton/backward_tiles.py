@@ -158,8 +158,8 @@ def _first(
     # on Hopper a load that is two blocks ahead gave 20 to 24 % at 64 and 128 (H200, 2026-11-15)
     stages = (3, 2, 1) if adding or (gpu.has_wgmma and mean <= 128 and is_even(problem)) else (2, 1)
     candidates = [(rule, n) for n in stages for rule in rules + smallest]
-    if name == "dk":  # keys first, then stages
-        candidates = [(rule, n) for rule in rules for n in stages]
+    if name == "dk":  # more keys before more stages: 64 would be shared, see DK
+        candidates.sort(key=lambda one: rules.index(one[0]))
     for (width, block_m, block_n, warps, late, lean), n in candidates:
         if mean > width or (lean and not is_lean(problem)):
             continue
