@@ -13,15 +13,17 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 import flashkernels as fk
 import flashkernels.attention.api as api
-from flashkernels.attention.hopper import backward_tiles
+from flashkernels.attention.hopper import backward_tiles, tiles
 
 from . import fp8, gradients, oracle
 from .cases import EVERYTHING, Shape, keywords, paged, qkv, ragged
+from .gpu import misaligned
 
 CASES = (
     # odd lengths and head dimensions, so that every tile has an end
@@ -99,6 +101,16 @@ def varlen(impl: str) -> None:
         done(f"varlen d{dim}", "+".join(EVERYTHING))
 
 
+def copies() -> None:
+    """Rows that are no multiple of 16 bytes, copied to such ones and back; and one element past such a place."""
+    for shape in (Shape(b=2, sq=130, sk=131, h=2, hkv=1, d=70, dv=33), Shape(b=1, sq=77, sk=201, h=3, hkv=1, d=72)):
+        q, k, v = map(misaligned, qkv(shape, torch.bfloat16, device="cuda"))
+        out, lse = fk.attention(q, k, v, causal=True, return_lse=True, impl="aligned")
+        torch.cuda.synchronize()
+        oracle.assert_correct(out, lse, q, k, v, causal=True)
+        done(shape, "copied")
+
+
 def pages() -> None:
     for features in ("plain", "causal", "+".join(EVERYTHING)):
         shape = Shape(b=4, h=3, hkv=1, d=72)
@@ -142,11 +154,21 @@ def eight_bits() -> None:
         done(shape, features, fp8.E4M3)
 
 
+def let_every_lane_arrive() -> None:
+    """At the barriers. Where one does so for its warp, and ptxas knows the warp to be together, no instruction tells
+    racecheck that the others have come so far."""
+    backward, forward = backward_tiles.choose, tiles.choose
+    backward_tiles.choose = lambda problem: replace(backward(problem), every_lane=True)
+
+    def chosen(*of: Any) -> tiles.Choice:
+        choice = forward(*of)
+        return replace(choice, variant=replace(choice.variant, every_lane=True))
+
+    tiles.choose = chosen
+
+
 def backward(impl: str) -> None:
-    """By this implementation alone. Every lane arrives at the barriers: where one does so for its warp, and ptxas knows
-    the warp to be together, no instruction tells racecheck that the others have come so far."""
-    choose = backward_tiles.choose
-    backward_tiles.choose = lambda problem: replace(choose(problem), every_lane=True)
+    """By this implementation alone."""
     api.BACKWARD_IMPLS = tuple(row for row in api.BACKWARD_IMPLS if row.name == impl)
     for features, shape, deterministic in GRADIENTS:
         named = keywords(features, shape, "cuda")
@@ -163,11 +185,13 @@ def backward(impl: str) -> None:
 
 def main(impl: str = "triton", what: str = "outputs") -> None:
     os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # read at the first allocation
+    let_every_lane_arrive()
     if what == "gradients":
         backward(impl)
         return
     dense(impl)
     varlen(impl)
+    copies()
     if impl == "hopper":
         pages()
         poison()

@@ -37,7 +37,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
 
 
-@pytest.mark.parametrize("suite", ["headdims", "scaling", "seqlens", "features", "shapes", "fp8"])
+@pytest.mark.parametrize("suite", ["headdims", "scaling", "seqlens", "features", "shapes", "fp8", "odd"])
 def test_quick_run_writes_all_its_files(suite: str, tmp_path: Path) -> None:
     files = [tmp_path / f"results.{kind}" for kind in ("json", "csv", "html")]
     options = [text for path in files for text in (f"--{path.suffix[1:]}", str(path))]

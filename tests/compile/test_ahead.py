@@ -37,11 +37,12 @@ from flashkernels.jit.counters import Address
 from flashkernels.moe.triton import route
 
 CALL = AttentionProblem(batch=2, seq_q=256, seq_k=256, heads=4, kv_heads=2, head_dim=72, causal=True)
-ODD = replace(CALL, head_dim=70, head_dim_v=70)
+ODD = replace(CALL, seq_q=16, head_dim=70, head_dim_v=70)  # with so few rows that they are not copied
 DECODE = DecodeProblem(batch=8, tokens=1, heads=32, kv_heads=8, head_dim=96, context=4096, page_size=16, row_bits=3072)
 CASES = {
     "tma": (CALL, "rtx5090"), "pointers": (ODD, "h200"), "features": (replace(ODD, alibi=True, sinks=True), "a100"),
     "backward": (BackwardProblem(CALL, ("q", "k", "v")), "a100"), "decode": (DECODE, "a100"),
+    "copies": (replace(ODD, seq_q=256), "a100"),
     "norm": (Rows("rms_norm", 1000, residual=True, backward=True), "h200"), "rope": (Rotation(8, 2, 128), "a100"),
     "append": (Appending(8, 128, 16, format="int8", rotary=True), "h200"), "sample": (Sampling(32000, 8), "h200"),
     "linear": (Projection(256, 512, 256, activation="swiglu", backward=True), "h200"),
@@ -130,6 +131,16 @@ def test_other_rows_are_read_an_element_at_a_time() -> None:
     """So the test above can fail."""
     (odd,) = programs(ODD, lookup("a100"))
     assert isinstance(odd, specialised.TritonProgram) and NARROW.search(odd.made.asm["ptx"])
+
+
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+def test_odd_rows_are_copied_and_served_as_wider_ones(gpu: str) -> None:
+    call = AttentionProblem(batch=1, seq_q=256, seq_k=256, heads=4, kv_heads=4, head_dim=97)
+    found, wide = (programs(BackwardProblem(one, ("q", "k", "v")), lookup(gpu)) for one in (call, call.widened()))
+    added = {one.key: one.label for one in found if one.key not in {other.key for other in wide}}
+    assert len(found) == len(wide) + len(added)
+    copies = [label.split(" (")[0].removesuffix(f" for sm_{lookup(gpu).cc}") for label in added.values()]
+    assert copies == ["attention.triton.copy.copy_kernel"] * 2  # to 104 columns, and back
 
 
 def declared(ptx: str) -> list[int]:

@@ -95,7 +95,7 @@ def test_wide_heads_are_predicted_too(causal: bool, tflops: float) -> None:
     assert why.predicted == pytest.approx(problem.flops() / tflops / 1e12, rel=0.2)
 
 
-@pytest.mark.parametrize("name", ["headdims", "scaling", "seqlens", "features", "shapes", "fp8"])
+@pytest.mark.parametrize("name", ["headdims", "scaling", "seqlens", "features", "shapes", "fp8", "odd"])
 def test_the_parameters_of_a_row_are_its_problem(name: str) -> None:
     whole = load("attention", name)
     for case in suite(name):

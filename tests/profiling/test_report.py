@@ -70,7 +70,7 @@ class Balanced(HTMLParser):
         assert self.open.pop() == tag
 
 
-@pytest.mark.parametrize("name", ["headdims", "scaling", "seqlens", "features", "shapes", "fp8"])
+@pytest.mark.parametrize("name", ["headdims", "scaling", "seqlens", "features", "shapes", "fp8", "odd"])
 def test_the_page_has_every_case_and_is_well_formed(name: str) -> None:
     results = measured(name)
     page = report.render(results)

@@ -143,6 +143,8 @@ def _attention(work: AttentionProblem, gpu: Gpu, only: str = "") -> list[Recipe]
     problem = replace(work, device="cuda")
     tensors = attention_tensors(problem)
     impl = select(attention.IMPLS, problem, gpu)
+    if impl.name == "aligned":
+        return _copies(problem, tensors, only) + _attention(problem.widened(), gpu, only)
     return _recipe(impl, only, (problem, gpu, tensors), (tensors, problem.head_dim**-0.5, float(problem.softcap)))
 
 
@@ -153,8 +155,25 @@ def _backward(work: BackwardProblem, gpu: Gpu, only: str = "") -> list[Recipe]:
     out = empty_output(tensors.q, call.head_dim_v, "bshd")
     given = Given(torch.empty_like(out), None, out, empty(*lse_shape(tensors.q)))
     impl = select(attention.BACKWARD_IMPLS, problem, gpu)
+    if impl.name == "aligned":
+        return _attention(call, gpu, only) + _copies(call, tensors, only) + _backward(problem.widened(), gpu, only)
     run = (tensors, given, call.head_dim**-0.5, float(call.softcap))
     return _attention(call, gpu, only) + _recipe(impl, only, (problem, gpu, tensors, given), run)
+
+
+def _copies(problem: AttentionProblem, tensors: Tensors, only: str) -> list[Recipe]:
+    """Those of `aligned`, to wider rows and back."""
+    from flashkernels.attention.triton.copy import copier
+
+    wide, out = problem.widened(), empty_output(tensors.q, problem.head_dim_v, problem.layout)
+    widths = (wide.head_dim, wide.head_dim, wide.head_dim_v, wide.head_dim_v)
+
+    def run() -> None:
+        for x, width in zip((*tensors[:3], out), widths, strict=True):
+            copy = copier(x, width, None)(x)
+            copier(copy, x.shape[-1], None)(copy)
+
+    return [] if only else [run]
 
 
 def _recipe(impl: Impl, only: str, plan: tuple[Any, ...], run: tuple[Any, ...]) -> list[Recipe]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from types import NoneType
 from typing import Any
 
@@ -13,17 +12,17 @@ from torch._C import _is_any_autocast_enabled as any_autocast
 from torch.compiler import is_compiling
 
 from flashkernels import hardware
-from flashkernels.attention import sdpa
+from flashkernels.attention import aligned, sdpa
 from flashkernels.attention.dropout import seed_tensor
 from flashkernels.attention.hopper import backward_tiles as hopper_backward
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.tensors import (
     Given,
     Tensors,
+    addressed,
     empty_output,
     lse_dtype,
     lse_shape,
-    unaddressable,
 )
 from flashkernels.attention.triton import backward_tiles
 from flashkernels.attention.validation import (
@@ -65,7 +64,7 @@ def needs_hopper(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
         return f"page_size={problem.page_size} is not a multiple of 64"
     if problem.unaddressable:
         return f"TMA cannot read {problem.unaddressable}"
-    if min(problem.total_q, problem.total_k, problem.heads) == 0:
+    if problem.empty:
         return "an empty problem has nothing to load"
     return None
 
@@ -104,6 +103,8 @@ def needs_triton_backward(problem: BackwardProblem, gpu: Gpu | None) -> str | No
         return reason
     if not problem.saved:
         return "needs the output and the log-sum-exp, which this forward did not keep"
+    if gpu is not None and problem.call.narrow and not problem.call.empty:
+        return problem.call.narrow
     try:
         backward_tiles.choose(problem, gpu or GPUS["h200"])
     except TilingError as error:
@@ -126,6 +127,7 @@ def leaves_the_backward(problem: BackwardProblem, gpu: Gpu | None) -> str | None
 # Best first. "auto" takes the first row that does not reject the problem.
 IMPLS = (
     Impl("hopper", "flashkernels.attention.hopper.forward", rejects=needs_hopper, defers=leaves_triton_tiles),
+    Impl("aligned", "flashkernels.attention.aligned", rejects=aligned.rejects, defers=aligned.defers),
     Impl("triton", "flashkernels.attention.triton.forward", rejects=needs_triton, defers=leaves_the_cpu),
     Impl("sdpa", "flashkernels.attention.sdpa", rejects=sdpa.rejects),
     Impl("torch", "flashkernels.attention.reference"),
@@ -133,6 +135,8 @@ IMPLS = (
 # Of the gradients, always by "auto": the first row that neither rejects nor defers. FP8 and pages have none.
 BACKWARD_IMPLS = (
     Impl("hopper", "flashkernels.attention.hopper.backward", rejects=hopper_backward.rejects, defers=leaves_hopper),
+    Impl("aligned", "flashkernels.attention.aligned_backward", rejects=aligned.rejects_gradients,
+         defers=aligned.defers_gradients),
     Impl("triton", "flashkernels.attention.triton.backward", rejects=needs_triton_backward, defers=leaves_the_backward),
     Impl("torch", "flashkernels.attention.recompute"),
 )
@@ -262,7 +266,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> AttentionPr
     settings["need_lse"] = settings.pop("return_lse", False)
     if settings.get("layout") == "bhsd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return _addressed(described(q, k, v, **settings), Tensors(q, k, v))
+    return addressed(described(q, k, v, **settings), Tensors(q, k, v))
 
 
 # --- the eager hot path: everything that can be decided from shapes and flags is decided once per signature
@@ -281,19 +285,11 @@ def _problem(
     )  # fmt: skip
 
 
-def _addressed(problem: AttentionProblem, tensors: Tensors) -> AttentionProblem:
-    """The problem with what TMA has against its tensors, if anything."""
-    if problem.device != "cuda":
-        return problem
-    reasons = (f"{name}: {why}" for name, x in zip("qkv", tensors[:3], strict=True) if (why := unaddressable(x)))
-    return replace(problem, unaddressable=next(reasons, ""))
-
-
 def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Attention]:
     """The prepared launch for tensors of this kind: validation, dispatch and tiling happen here, once."""
     given = Tensors(*tensors)
     max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, impl, dropout_p = settings[:10]
-    problem = _addressed(
+    problem = addressed(
         _problem(given, max_q, max_k, causal, softmax_scale, window, softcap, layout, need_lse, dropout_p), given
     )
     gpu = hardware.detect(given.q.device) if problem.device == "cuda" else None
@@ -387,7 +383,7 @@ def _tracked(tensors: Tensors) -> bool:
 
 def _fusable(device: str, impl: str) -> bool:
     """Whether the fused backward may serve a call. Only then is its forward asked for a log-sum-exp, and kept."""
-    return impl == "triton" or (device == "cuda" and impl != "torch")
+    return impl in ("aligned", "triton") or (device == "cuda" and impl != "torch")
 
 
 def _autocast(tensors: Tensors, device: str) -> Tensors:
@@ -499,7 +495,7 @@ def _plan_backward(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Calla
     max_q, max_k, causal, softmax_scale, left, right, softcap, impl, wanted, dropout_p, deterministic = settings
     names = tuple(name for name, want in zip(Tensors._fields, wanted, strict=False) if want)
     call = _problem(first, max_q, max_k, causal, softmax_scale, (left, right), softcap, dropout_p=dropout_p)
-    call = _addressed(call, first)
+    call = addressed(call, first)
     problem = BackwardProblem(call, names, impl, saved=given.lse is not None, deterministic=deterministic)
     gpu = hardware.detect(first.q.device) if first.q.is_cuda else None
     run = serving(BACKWARD_IMPLS, problem, gpu).plan(problem, gpu, first, given)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flashkernels import hardware
-from flashkernels.attention.explain import title_of
+from flashkernels.attention.explain import copied, title_of
 from flashkernels.attention.hopper import backward_cost, backward_tiles
 from flashkernels.attention.hopper.backward_source import BackwardVariant
 from flashkernels.attention.problem import BackwardProblem
@@ -29,10 +29,13 @@ class BackwardExplanation(Base):
     problem: BackwardProblem
     hopper: BackwardVariant | None = None  # where the Hopper kernels serve
     triton: BackwardTiles | None = None  # where the Triton kernels do
+    inner: BackwardExplanation | None = None  # of what serves the copies, where `aligned` makes some
 
     @property
     def repeatable(self) -> bool:
         """Whether all gradients have the same bits in every run: those of q have not where they are added in memory."""
+        if self.inner:
+            return self.inner.repeatable
         if self.hopper:
             return not self.hopper.adds_dq
         return self.triton is None or self.triton.dq is not None
@@ -42,6 +45,8 @@ class BackwardExplanation(Base):
         """Seconds by the cost model of the kernels that serve; None where they have none."""
         if self.gpu is None:
             return None
+        if self.inner and self.inner.predicted:  # and the least traffic twice more: read, and written
+            return self.inner.predicted + 2 * self.problem.bytes() / self.gpu.bandwidth
         if self.hopper:
             return backward_cost.seconds(self.problem, self.hopper, self.gpu)
         return triton_cost.seconds(self.problem, self.triton, self.gpu) if self.triton else None
@@ -51,6 +56,8 @@ class BackwardExplanation(Base):
         return f"gradients of {', '.join(self.problem.wanted)}{how}: {title_of(self.problem.call)}"
 
     def tiling(self) -> list[str]:
+        if self.inner:
+            return [*copied(self.problem.call), f"then {self.inner.impl}", *self.inner.tiling()]
         if self.hopper:
             lines = [f"tile: {self.hopper.tile.name}", *_hopper_lines(self.hopper, self.problem)]
         elif self.triton:
@@ -109,10 +116,11 @@ def explain(*tensors: Any, gpu: str | Gpu | None = None, **arguments: Any) -> Ba
     tma = not (call.unaddressable or call.head_dim % 8 or call.head_dim_v % 8)  # rows that it can address
     select(IMPLS, problem.call, here, problem.impl)  # raises where the call itself would
     chosen = select(BACKWARD_IMPLS, problem, here).name
+    inner = explain(problem=problem.widened(), gpu=here) if chosen == "aligned" else None
     return BackwardExplanation(
         "attention_backward", problem, here, chosen, False, verdicts(BACKWARD_IMPLS, problem, here),
         hopper=backward_tiles.choose(problem) if chosen == "hopper" else None,
-        triton=triton_tiles.choose(problem, here, tma) if here and chosen == "triton" else None,
+        triton=triton_tiles.choose(problem, here, tma) if here and chosen == "triton" else None, inner=inner,
     )  # fmt: skip
 
 

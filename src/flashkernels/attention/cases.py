@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 HEAD_DIMS = (*range(32, 257, 8), 512)
+ODD_HEAD_DIMS = (33, 50, 70, 97, 100, 255)
 SCALING = (  # (batch, heads, seq, head_dim)
     *((batch, 8, seq, 64) for batch in (1, 2, 4) for seq in (512, 1024, 2048, 4096)),
     (1, 32, 2048, 128),
@@ -29,6 +30,7 @@ QUICK_ON_GPU = {
     "seqlens": ("d72-s1024", "d72-s4096", "d72-s16384"),
     "features": ("d72-gqa8", "d72-window1024", "d72-boolmask", "d72-varlen"),
     "shapes": ("gqa-s16384-d128-causal", "b16-s1024-d64-causal", "b1-s16384-d72-full"),
+    "odd": ("d70-full", "d97-full", "d97-causal", "d97-q64"),
     "fp8": ("d64-full-fp8", "d128-full-bf16", "d128-full-fp8", "d128-causal-bf16", "d128-causal-fp8"),
 }
 
@@ -175,6 +177,15 @@ def _shapes() -> Iterator[Case]:
                 yield Case(f"b{batch}-s{seq}-d{d}-{kind}", problem)
 
 
+def _odd() -> Iterator[Case]:
+    """Head dimensions whose rows are no multiple of 16 bytes, and one with few queries of many keys."""
+    for d in ODD_HEAD_DIMS:
+        for kind in ("full", "causal"):
+            yield Case(f"d{d}-{kind}", _self_attention(4, 4096, _heads(d), d, causal=kind == "causal"))
+    for seq_q in (16, 64, 256):
+        yield Case(f"d97-q{seq_q}", replace(_self_attention(4, 4096, _heads(97), 97, causal=True), seq_q=seq_q))
+
+
 def _fp8() -> Iterator[Case]:
     """One long sequence in bf16, and the same numbers in FP8."""
     for d in (64, 128, 256):
@@ -186,7 +197,7 @@ def _fp8() -> Iterator[Case]:
 
 SUITES = {
     "headdims": _headdims, "scaling": _scaling, "seqlens": _seqlens, "features": _features, "shapes": _shapes,
-    "fp8": _fp8,
+    "fp8": _fp8, "odd": _odd,
 }  # fmt: skip
 
 
@@ -218,4 +229,4 @@ def _tiny(case: Case) -> Case:
     if case.lengths:
         tiny = _ragged(case.name, p, tuple(max(1, n // 64) for n in case.lengths))
         return replace(tiny, softcap=case.softcap)
-    return replace(case, problem=replace(p, batch=min(p.batch, 2), seq_q=p.seq_q // 64, seq_k=p.seq_k // 64))
+    return replace(case, problem=replace(p, batch=min(p.batch, 2), seq_q=max(1, p.seq_q // 64), seq_k=p.seq_k // 64))

@@ -62,7 +62,7 @@ class Explanation(Base):
     problem: AttentionProblem
     choices: tuple[Choice, ...] = ()
     hopper: HopperLaunch | None = None
-    padded: str = ""  # what would serve with rows of a multiple of 8 columns; empty: they are, or Triton does not serve
+    inner: Explanation | None = None  # of what serves the copies, where `aligned` makes some
 
     @property
     def chosen(self) -> Choice | None:
@@ -73,6 +73,8 @@ class Explanation(Base):
     @property
     def predicted(self) -> float | None:
         """Seconds by the cost model of the kernel that serves, and not below the roofline; None where it has none."""
+        if self.inner and self.inner.predicted and self.gpu:  # and the least traffic twice more: read, and written
+            return self.inner.predicted + 2 * self.problem.bytes() / self.gpu.bandwidth
         if self.hopper:
             return max(self.hopper.seconds, self.floor or 0)
         return max(self.chosen.best.cost, self.floor or 0) if self.chosen and self.chosen.best else None
@@ -81,6 +83,8 @@ class Explanation(Base):
         return title_of(self.problem)
 
     def tiling(self) -> list[str]:
+        if self.inner:
+            return [*copied(self.problem), f"then {self.inner.impl}", *self.inner.tiling()]
         compared = [_line(choice, self.problem, choice is self.chosen, self.floor or 0) for choice in self.choices]
         if self.hopper:
             own = [f"tile: {self.hopper.tile.name}", *_lines(self.hopper, self.problem)]
@@ -88,18 +92,8 @@ class Explanation(Base):
         if self.impl != "triton" or not self.choices:
             return []
         name = self.chosen.best.tile.name if self.chosen and self.chosen.best else "none, the call would raise"
-        return [f"tile: {name}", "strategies:", *compared, *self._advice()]
-
-    def _advice(self) -> list[str]:
-        """What would read odd rows faster: columns of zeros add nothing to a score, and their outputs are zeros."""
-        if not self.padded:
-            return []
-        p = self.problem
-        dims = " and ".join(map(str, dict.fromkeys(_padded_dims(p))))
-        return [
-            f"rows: no multiple of 8 columns, so read {p.element_bytes} bytes at a time; predictions do not know that",
-            f"  zeros up to {dims} columns, and softmax_scale={p.head_dim}**-0.5: 16 bytes at a time, by {self.padded}",
-        ]
+        slow = f"{self.problem.narrow}, so read 2 bytes at a time: predictions do not know that, `aligned` copies them"
+        return [f"tile: {name}", "strategies:", *compared, *([slow] if self.problem.narrow else [])]
 
     def notes(self) -> list[str]:
         if self.predicted is None:
@@ -157,18 +151,18 @@ def explain(op: str, *tensors: Any, gpu: str | Gpu | None = None, **arguments: A
             choices = tuple(
                 c if c.strategy == forced else Choice(c.strategy, None, f"use_tile asks for {forced}") for c in choices
             )
-    answers, padded = verdicts(IMPLS, problem, gpu), ""
-    dim, dim_v = _padded_dims(problem)
-    if choices and chosen == "triton" and (dim, dim_v) != (problem.head_dim, problem.head_dim_v):
-        padded = select(IMPLS, replace(problem, head_dim=dim, head_dim_v=dim_v, unaddressable=""), gpu, impl).name
+    inner = explain(op, problem=problem.widened(), gpu=gpu) if chosen == "aligned" else None
+    answers = verdicts(IMPLS, problem, gpu)
     return Explanation(
-        "attention", problem, gpu, chosen, impl != "auto", answers, choices=choices, hopper=launch, padded=padded
+        "attention", problem, gpu, chosen, impl != "auto", answers, choices=choices, hopper=launch, inner=inner
     )
 
 
-def _padded_dims(problem: AttentionProblem) -> tuple[int, int]:
-    """The head dimensions, rounded up to multiples of 8."""
-    return -(-problem.head_dim // 8) * 8, -(-problem.head_dim_v // 8) * 8
+def copied(problem: AttentionProblem) -> list[str]:
+    """What `aligned` does, in a line."""
+    wide = problem.widened()
+    dims = " and ".join(map(str, dict.fromkeys((wide.head_dim, wide.head_dim_v))))
+    return [f"copies: {problem.narrow}; to {dims} columns, filled up with zeros, and back"]
 
 
 def _launch(problem: AttentionProblem, gpu: Gpu) -> HopperLaunch:

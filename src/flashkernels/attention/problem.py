@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DTYPE_BYTES = {"fp8": 1, "fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 
@@ -40,6 +40,7 @@ class AttentionProblem:
     total_k: int = 0
     page_size: int = 0  # keys of a page, where K and V are pages of a cache
     unaddressable: str = ""  # why TMA cannot read q, k or v; empty: it can
+    misaligned: str = ""  # which of q, k and v, of 16 bits, does not lie at multiples of 16 bytes; empty: all do
     need_lse: bool = False
     dropout_p: float = 0.0
     layout: str = "bshd"  # memory order of the output; the inputs may have any strides
@@ -55,6 +56,24 @@ class AttentionProblem:
     @property
     def element_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to load."""
+        return min(self.total_q, self.total_k, self.heads) == 0
+
+    @property
+    def narrow(self) -> str:
+        """Why rows of 16 bits cannot be read 16 bytes at a time; empty: they can, or are not of 16 bits."""
+        if self.element_bytes != 2:
+            return ""
+        odd = (dim for dim in (self.head_dim, self.head_dim_v) if dim % 8)
+        return next((f"rows of {dim} columns are no multiple of 16 bytes" for dim in odd), self.misaligned)
+
+    def widened(self) -> AttentionProblem:
+        """The same with rows that are not narrow, filled up with columns of zeros."""
+        dim, dim_v = (-(-dim // 8) * 8 for dim in (self.head_dim, self.head_dim_v))
+        return replace(self, head_dim=dim, head_dim_v=dim_v, unaddressable="", misaligned="")
 
     @property
     def band(self) -> tuple[int, int]:
@@ -114,6 +133,10 @@ class BackwardProblem:
     @property
     def dtype(self) -> str:
         return self.call.dtype
+
+    def widened(self) -> BackwardProblem:
+        """The same of rows that are not narrow, for whoever is best."""
+        return replace(self, call=self.call.widened(), impl="auto" if self.impl == "aligned" else self.impl)
 
     def flops(self) -> int:
         """Five products: Q·Kᵀ again, dO·Vᵀ, and dQ, dK and dV. All are counted, whatever is wanted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +66,25 @@ def unaddressable(x: Tensor) -> str:
     if any(step <= 0 or step % 16 for step in steps):
         return f"its strides {x.stride()} are not all multiples of 16 bytes"
     return ""
+
+
+def alignment(x: Tensor) -> int:
+    """What its compiler knows strides of x to be multiples of, if it reads 16 bytes of a row at a time at all: else 1.
+    That of Triton's own JIT, which launches while a profiler listens, knows of 16 alone (`specialised.specialise`)."""
+    if x.data_ptr() % 16 or x.stride(-1) != 1:
+        return 1
+    return next((n for n in (16, 8) if not any(step % n for step in x.stride()[:-1])), 1)
+
+
+def addressed(problem: AttentionProblem, tensors: Tensors) -> AttentionProblem:
+    """The problem with what TMA has against its tensors, and Triton, if anything."""
+    if problem.device != "cuda":
+        return problem
+    named = dict(zip("qkv", tensors[:3], strict=True))
+    against = next((f"{name}: {why}" for name, x in named.items() if (why := unaddressable(x))), "")
+    odd = (f"{name}: the address or the strides {x.stride()}" for name, x in named.items() if alignment(x) == 1)
+    misaligned = next((f"{one} are no multiples of 16 bytes" for one in odd), "")
+    return replace(problem, unaddressable=against, misaligned=misaligned if problem.element_bytes == 2 else "")
 
 
 def output_dtype(q: Tensor) -> torch.dtype:

@@ -30,8 +30,8 @@ def bench(
     suite: Annotated[
         str,
         typer.Option(
-            help="headdims (the default), scaling, seqlens, features, shapes, fp8; moe: layer, route; decode: formats; "
-            "fused: rows."
+            help="headdims (the default), scaling, seqlens, features, shapes, fp8, odd; moe: layer, route; decode: "
+            "formats; fused: rows."
         ),
     ] = "",
     quick: Annotated[bool, typer.Option("--quick", help="A few cases on a GPU, tiny sizes on the CPU.")] = False,

@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
       mbarrier::init(smem + DS_FULL + 8 * i, DS_WRITERS * RELEASES);
       mbarrier::init(smem + DS_EMPTY + 8 * i, DS_READERS * RELEASES);
       mbarrier::init(smem + WORK_FULL + 8 * i, 1);
-      mbarrier::init(smem + WORK_EMPTY + 8 * i, 8);
+      mbarrier::init(smem + WORK_EMPTY + 8 * i, 8 * RELEASES);
     }
     mbarrier::publish();
   }

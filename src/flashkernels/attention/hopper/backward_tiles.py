@@ -33,7 +33,7 @@ def rejects(problem: BackwardProblem, gpu: Gpu | None) -> str | None:
         return "needs the output and the log-sum-exp, which this forward did not keep"
     if call.unaddressable:
         return f"TMA cannot read {call.unaddressable}"
-    if min(call.total_q, call.total_k, call.heads) == 0:
+    if call.empty:
         return "an empty problem has nothing to load"
     return None
 

@@ -470,7 +470,7 @@ forward(const __grid_constant__ Params p) {
     }
     for (int i = 0; i < 2; i++) {
       mbarrier::init(smem + WORK_FULL + 8 * i, 1);
-      mbarrier::init(smem + WORK_EMPTY + 8 * i, 4 * GROUPS * CLUSTER + CLUSTER - 1);
+      mbarrier::init(smem + WORK_EMPTY + 8 * i, (4 * GROUPS * CLUSTER + CLUSTER - 1) * RELEASES);
     }
     mbarrier::publish();
   }

@@ -66,6 +66,7 @@ class Variant:
     paged: bool = False
     split: bool = False
     pack: int = 1  # query heads that share a row block
+    every_lane: bool = False  # says that a tile is read, not one for its warp: racecheck sees no `__syncwarp`
 
     @property
     def wide(self) -> bool:
@@ -128,7 +129,7 @@ def config(variant: Variant) -> str:
     numbers = {
         "D": v.head_dim, "DV": v.head_dim_v, "BLOCK_N": tile.block_n, "GROUPS": tile.groups, "STAGES": tile.stages,
         "Q_STAGES": tile.q_stages, "CLUSTER": tile.cluster, "PACK": v.pack, **dict(zip(names, v.chunks, strict=True)),
-        "SHARED_MEMORY": v.shared, "O_COLUMNS": v.head_dim_v,
+        "SHARED_MEMORY": v.shared, "O_COLUMNS": v.head_dim_v, "RELEASES": 32 if v.every_lane else 1,
     }  # fmt: skip
     numbers["PRODUCER_REGISTERS"], numbers["CONSUMER_REGISTERS"] = REGISTERS[tile.groups]
     if v.wide:

@@ -424,7 +424,7 @@ forward(const __grid_constant__ Params p) {
     }
     for (int i = 0; i < 2; i++) {  // read by every warp but the producer that draws
       mbarrier::init(smem + WORK_FULL + 8 * i, 1);
-      mbarrier::init(smem + WORK_EMPTY + 8 * i, 5 * CONSUMERS * CLUSTER - 1);
+      mbarrier::init(smem + WORK_EMPTY + 8 * i, (5 * CONSUMERS * CLUSTER - 1) * RELEASES);
     }
     mbarrier::publish();
   }

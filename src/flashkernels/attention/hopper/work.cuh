@@ -50,7 +50,7 @@ struct Mailbox {
       asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(w.q_row), "=r"(w.seq_q), "=r"(w.k_row), "=r"(w.seq_k) : "r"(at() + 16) : "memory");
     __syncwarp();
-    if (lane == 0) {
+    if (RELEASES > 1 || lane == 0) {
       if (CLUSTER == 1) mbarrier::arrive(empty());
       else mbarrier::arrive_in(empty(), 0);
     }

@@ -27,7 +27,7 @@ from torch import Tensor
 from flashkernels.attention import dropout
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem, heads_together
 from flashkernels.attention.sinks import gradient, unseeing, weights
-from flashkernels.attention.tensors import Given, RunBackward, Tensors, strides_of, unaddressable
+from flashkernels.attention.tensors import Given, RunBackward, Tensors, alignment, strides_of, unaddressable
 from flashkernels.attention.triton import backward_tiles
 from flashkernels.attention.triton.backward_keys import dkdv_kernel
 from flashkernels.attention.triton.backward_mask import SharedPass, buffer_of, form_of, summed, sums_of_rows
@@ -51,7 +51,9 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
     call, wanted = problem.call, problem.wanted
     gpu = gpu or GPUS["h200"]  # the interpreter takes the tiles of a real GPU
     q, k, v, slopes, sinks, mask = tensors[:6]
-    grad_out = given.grad_out
+    # expanded for example, as that of a sum is; contiguous() would leave one at an odd address where it is
+    copied = call.element_bytes == 2 and alignment(given.grad_out) == 1
+    grad_out = torch.empty(given.grad_out.shape, device="meta") if copied else given.grad_out
     # a ragged batch is one sequence to the first kernel
     batch, rows = (1, q.shape[0]) if call.varlen else (call.batch, call.seq_q)
     by_tma = not (unaddressable(q) or unaddressable(grad_out)) and batch * call.heads * rows < 1 << 31
@@ -119,6 +121,7 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
         q, k, v, slopes, sinks, mask, cu_q, cu_k = tensors[:8]
         grad_out, grad_lse, out, lse = given
         assert lse is not None
+        grad_out = grad_out.clone(memory_format=torch.contiguous_format) if copied else grad_out
         numbers = (softmax_scale * unit, softcap * unit, softmax_scale, *drop)
         seed = tensors.dropout_seed
         grads: list[Tensor | None] = [
@@ -180,14 +183,6 @@ def heads_summed_together(problem: AttentionProblem) -> int:
 def rows_by_box(problem: AttentionProblem, tile: Tile) -> bool:
     """Whether TMA reads level and delta: it wants every head's to start at a multiple of 16 bytes."""
     return tile.tma and not problem.varlen and problem.seq_q % 4 == 0
-
-
-def alignment(x: Tensor) -> int:
-    """What its compiler knows strides of x to be multiples of, if it copies rows at all asynchronously: else 1. That of
-    Triton's own JIT, which launches while a profiler listens, knows of 16 alone (`specialised.specialise`)."""
-    if x.data_ptr() % 16 or x.stride(-1) != 1:
-        return 1
-    return next((n for n in (16, 8) if not any(step % n for step in x.stride()[:-1])), 1)
 
 
 def unit_of(problem: AttentionProblem) -> float:

@@ -177,8 +177,9 @@ def dkdv_kernel(
     TMA: tl.constexpr = q_desc0 is not None
     # a pass that leaves dV to another has wide rows, and shared memory for one stage
     STAGES_HIDING: tl.constexpr = min(STAGES, 2 if WANT_V else 1) if sums_ptr is not None else STAGES
-    # of wide rows fewer registers spill with the interior first; others are 1 to 6 % slower so (H200, 2026-11-16)
-    FIRST: tl.constexpr = 1 if WANT_V or sums_ptr is None or DIM <= WIDEST else 0
+    # With the interior first fewer registers spill. Where few do anyway it is 1 to 6 % slower (H200, 2026-11-16).
+    WIDE: tl.constexpr = (DIM > WIDEST and not WANT_V) or (DIM > 80 and BLOCK_N <= 64 and (LEFT or RIGHT))
+    FIRST: tl.constexpr = 0 if WIDE and sums_ptr is not None else 1
     block_n, bh = place(blocks, section, total_heads)  # under a causal mask the first keys have the most rows
     batch = bh // kv_heads
     head_k = bh - batch * kv_heads

@@ -28,6 +28,7 @@ class Rule(NamedTuple):
     warps: int
     late: bool = False
     lean: bool = False  # only where `is_lean`
+    full: bool = False  # only where every row sees every key
 
 
 class BackwardTiles(NamedTuple):
@@ -59,10 +60,10 @@ DQ_FP32 = (Rule(64, 32, 32, 8), Rule(128, 32, 16, 8))
 # dQ is made of 64 rows at least. Two programs of 64 keys on a multiprocessor beat one of 128, where registers allow
 # two (H200, 2026-11-15, D=64: 405 TFLOPS against 344; D=128: 272 against 419). Over 64 dQ of a block can stay in them
 # until the next one only without a mask: that is 6 % faster at 72 and 5 % at 80; under a causal mask 29 registers of a
-# block spill. At 96 they allow two programs without a mask (H200, 2026-11-16, 64 keys against 128: 399 TFLOPS against
-# 347; causal 339 and 329, but 24 registers of a block spill).
+# block spill. At 96 they allow two programs where P is all that a block has (H200, 2026-11-16, 64 keys against 128: 399
+# TFLOPS against 347; under a causal mask 345 against 320, with the interior first, and 336 with it last).
 ADDING = (
-    Rule(64, 64, 64, 4, late=True), Rule(80, 64, 64, 4, late=True, lean=True), Rule(80, 64, 64, 4),
+    Rule(64, 64, 64, 4, late=True), Rule(80, 64, 64, 4, late=True, lean=True, full=True), Rule(80, 64, 64, 4),
     Rule(96, 64, 64, 4, lean=True), Rule(128, 64, 128, 8),
 )  # fmt: skip
 # Over 128 columns dK, dV and dQ leave registers for 64 keys only, which two warpgroups then share. dV by a pass of its
@@ -109,7 +110,7 @@ def is_even(call: AttentionProblem) -> bool:
 
 def is_lean(call: AttentionProblem) -> bool:
     """Whether dS is packed (`backward_keys`), and nothing else takes registers."""
-    return call.dtype == "bf16" and call.band == (-1, -1) and not (call.softcap or call.alibi or call.dropout_p)
+    return call.dtype == "bf16" and not (call.softcap or call.alibi or call.dropout_p)
 
 
 def in_one_pass(problem: AttentionProblem, gpu: Gpu) -> BackwardTiles:
@@ -160,8 +161,8 @@ def _first(
     candidates = [(rule, n) for n in stages for rule in rules + smallest]
     if name == "dk":  # more keys before more stages: 64 would be shared, see DK
         candidates.sort(key=lambda one: rules.index(one[0]))
-    for (width, block_m, block_n, warps, late, lean), n in candidates:
-        if mean > width or (lean and not is_lean(problem)):
+    for (width, block_m, block_n, warps, late, lean, full), n in candidates:
+        if mean > width or (lean and not is_lean(problem)) or (full and problem.band != (-1, -1)):
             continue
         if problem.mask and name != "dmask" and block_m * block_n > MASKED:
             continue
