@@ -148,9 +148,9 @@ def test_odd_rows_are_copied(gpu: str, dims: tuple[int, int], columns: str, by: 
         ({"head_dim": 96, "head_dim_v": 96}, "rows can be read 16 bytes at a time as they are"),
         ({"dtype": "fp32"}, "copies rows of 16-bit numbers, not of fp32"),
         ({"page_size": 64, "varlen": True, "total_q": 99, "total_k": 99}, "would copy all pages of a cache"),
+        ({"head_dim": 515, "head_dim_v": 64}, "head_dim=515 is over 512"),
         ({"batch": 0}, "an empty problem has nothing to copy"),
         ({"heads": 1 << 17, "kv_heads": 1 << 17}, "has no numbers for over 2 ** 31 rows"),
-        ({"seq_q": 63}, "a head of k has fewer than 64 query rows: too few for copies of k and v"),
     ],
     ids=str,
 )

@@ -37,12 +37,13 @@ from flashkernels.jit.counters import Address
 from flashkernels.moe.triton import route
 
 CALL = AttentionProblem(batch=2, seq_q=256, seq_k=256, heads=4, kv_heads=2, head_dim=72, causal=True)
-ODD = replace(CALL, seq_q=16, head_dim=70, head_dim_v=70)  # with so few rows that they are not copied
+# rows that are no multiple of 16 bytes, in pages, which are not copied
+ODD = replace(CALL, head_dim=70, head_dim_v=70, varlen=True, page_size=16, total_q=512, total_k=512)
 DECODE = DecodeProblem(batch=8, tokens=1, heads=32, kv_heads=8, head_dim=96, context=4096, page_size=16, row_bits=3072)
 CASES = {
     "tma": (CALL, "rtx5090"), "pointers": (ODD, "h200"), "features": (replace(ODD, alibi=True, sinks=True), "a100"),
     "backward": (BackwardProblem(CALL, ("q", "k", "v")), "a100"), "decode": (DECODE, "a100"),
-    "copies": (replace(ODD, seq_q=256), "a100"),
+    "copies": (replace(CALL, head_dim=70, head_dim_v=70), "a100"),
     "norm": (Rows("rms_norm", 1000, residual=True, backward=True), "h200"), "rope": (Rotation(8, 2, 128), "a100"),
     "append": (Appending(8, 128, 16, format="int8", rotary=True), "h200"), "sample": (Sampling(32000, 8), "h200"),
     "linear": (Projection(256, 512, 256, activation="swiglu", backward=True), "h200"),
