@@ -75,6 +75,8 @@ class Explanation(Base):
         """Seconds by the cost model of the kernel that serves, and not below the roofline; None where it has none."""
         if self.inner and self.inner.predicted and self.gpu:  # and the least traffic twice more: read, and written
             return self.inner.predicted + 2 * self.problem.bytes() / self.gpu.bandwidth
+        if self.problem.narrow and self.impl == "triton":
+            return None  # timings have no such rows
         if self.hopper:
             return max(self.hopper.seconds, self.floor or 0)
         return max(self.chosen.best.cost, self.floor or 0) if self.chosen and self.chosen.best else None
@@ -92,7 +94,7 @@ class Explanation(Base):
         if self.impl != "triton" or not self.choices:
             return []
         name = self.chosen.best.tile.name if self.chosen and self.chosen.best else "none, the call would raise"
-        slow = f"{self.problem.narrow}, so read 2 bytes at a time: predictions do not know that, `aligned` copies them"
+        slow = f"{self.problem.narrow}, so read 2 bytes at a time, which no prediction knows; `aligned` copies them"
         return [f"tile: {name}", "strategies:", *compared, *([slow] if self.problem.narrow else [])]
 
     def notes(self) -> list[str]:

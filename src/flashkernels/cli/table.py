@@ -30,7 +30,7 @@ def table(
 ) -> None:
     """Regenerate the tables between `<!-- table:SUITE -->` and `<!-- /table -->`.
 
-    A suite is headdims, formats, route, layer or rows; or calibration, predicted against measured times of all files.
+    A suite is headdims, odd, formats, route, layer or rows; or calibration, predicted against measured times of all files.
     """
     files = [(path, read(path)) for path in results]
     text = into.read_text(encoding="utf-8")
@@ -142,6 +142,10 @@ def calibrated(results: Results) -> str:
     return "\n".join([*lines, "", f"Without a prediction: {', '.join(missing) or 'none'}."])
 
 
+def _timed(row: Row) -> str:
+    return f"{1e3 * row.seconds:.3f} ({row.tflops:.0f})"
+
+
 def _moved(row: Row, case: list[Row]) -> str:
     """Time, and the speed over that of a copy; of what is not compared with one the memory."""
     text = f"{1e6 * row.seconds:.1f} µs"
@@ -156,9 +160,8 @@ TABLES = {
         "formats", "TB/s of the cache's own bytes, CUDA graph, cold L2", lambda row, _: f"{row.tbps:.2f}"
     ),
     "route": by_case("route", "Microseconds", lambda row, _: f"{1e6 * row.seconds:.1f}"),
-    "layer": by_case(
-        "layer", "Milliseconds (TFLOPS), CUDA graph", lambda row, _: f"{1e3 * row.seconds:.3f} ({row.tflops:.0f})"
-    ),
+    "layer": by_case("layer", "Milliseconds (TFLOPS), CUDA graph", lambda row, _: _timed(row)),
+    "odd": by_case("odd", "Milliseconds (TFLOPS), eager launches, cold L2", lambda row, _: _timed(row)),
     "rows": by_case(
         "rows", "Time, TB/s of the bytes that must move (of a copy's); GB allocated beyond inputs and results", _moved
     ),

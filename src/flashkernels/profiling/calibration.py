@@ -23,7 +23,7 @@ from flashkernels.moe.explain import explain as explain_layer
 from flashkernels.moe.problem import RouteProblem
 
 NEAR = 0.2  # a prediction is good within this share of the measurement
-MODELLED = ("hopper", "triton", "auto")  # a layer has parts of several: "auto"
+MODELLED = ("hopper", "aligned", "triton", "auto")  # a layer has parts of several: "auto"
 SIZES = ("batch", "heads", "kv_heads", "head_dim", "head_dim_v", "causal", "dtype", "alibi", "sinks", "mask")
 OTHERS = ("seq", "seq_k", "window", "softcap", "lengths", "launch", "l2")  # those that are not taken as they are
 SUBJECTS = {
