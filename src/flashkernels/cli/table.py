@@ -30,7 +30,8 @@ def table(
 ) -> None:
     """Regenerate the tables between `<!-- table:SUITE -->` and `<!-- /table -->`.
 
-    A suite is headdims, odd, formats, route, layer or rows; or calibration, predicted against measured times of all files.
+    A suite is headdims, odd, formats, route, layer or rows; or calibration, predicted against measured times of all
+    files.
     """
     files = [(path, read(path)) for path in results]
     text = into.read_text(encoding="utf-8")
