@@ -80,7 +80,7 @@ def test_who_takes_part() -> None:
     assert names("d512-full", "h200") == names("d72-full", "a100") == ["triton"]
     assert names("d72-full", "h200", "triton,torch") == ["triton", "torch"]
     assert names("d72-full", "h200", "hopper-deterministic") == ["hopper-deterministic"]
-    with pytest.raises(ValueError, match="impls='wgmma' is not one of 'hopper', 'triton', 'torch'"):
+    with pytest.raises(ValueError, match="impls='wgmma' is not one of 'hopper', 'aligned', 'triton', 'torch'"):
         bench.choose("wgmma")
 
 

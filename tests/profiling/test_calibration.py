@@ -141,7 +141,8 @@ def test_the_lengths_of_a_ragged_batch_count() -> None:
 
 
 def test_rows_without_a_prediction_are_counted(committed: Results) -> None:
-    assert all("attention_backward" in kind for kind in unpredicted(committed, predictions(committed)))
+    left = unpredicted(committed, predictions(committed))  # of rows as they are, when no multiple of 16 bytes, too
+    assert all("attention_backward" in kind or kind == "triton attention odd" for kind in left)
     row = next(row for row in committed.rows if row.ok and (row.op, row.impl) == ("attention", "hopper"))
     others = [replace(row, op="decode", suite="formats"), replace(row, peer=True, op="decode"), replace(row, ok=False)]
     results = Results(committed.meta, [row, *others])

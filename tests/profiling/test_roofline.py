@@ -144,13 +144,13 @@ def test_more_contestants_than_colours_have_other_shapes(tmp_path: Path) -> None
     shapes = {mark.group: mark.shape for mark in scene.marks if isinstance(mark, Dot)}
     assert shapes == {impl: style.shape for impl, style in styles.items()}
     text = drawing.svg(scene, "picture")
-    assert text.count("<rect ") == text.count("</rect>") == 13 and text.count("<polygon ") == 4
+    assert text.count("<rect ") == text.count("</rect>") == 14 and text.count("<polygon ") == 2
     whole = roofline.with_legend(scene, points, "Roofline")
     below = [mark for mark in whole.marks if isinstance(mark, Dot) and mark.y > scene.height]
     assert [(mark.colour, mark.shape) for mark in below] == list(styles.values())
     drawing.png(whole, tmp_path / "roof.png")
     page = report.render_roofline(roofs, points, "Roofline")
-    assert page.count('data-shape="square"') == 13 and page.count('data-shape="diamond"') == 4
+    assert page.count('data-shape="square"') == 14 and page.count('data-shape="diamond"') == 2
 
 
 def linear(colour: str) -> list[float]:

@@ -156,6 +156,7 @@ def attention(
 
     Args:
         q: (B, S_q, H, D), fp16, bf16, fp32 or FP8 (float8_e4m3fn; fp64 on the `torch` implementation), any strides.
+            On a GPU 16-bit rows of q, k and v that are no multiple of 16 bytes are copied first: `explain` says so.
         k: (B, S_k, H_kv, D); H is a multiple of H_kv.
         v: (B, S_k, H_kv, D_v).
         causal: query i sees keys j <= i + S_k - S_q (aligned bottom-right).

@@ -131,7 +131,11 @@ def inputs(
 
 
 def _headdims() -> Iterator[Case]:
-    for d in HEAD_DIMS:
+    yield from _by_dimension(HEAD_DIMS)
+
+
+def _by_dimension(dims: tuple[int, ...]) -> Iterator[Case]:
+    for d in dims:
         for kind in ("full", "causal"):
             yield Case(f"d{d}-{kind}", _self_attention(4, 4096, _heads(d), d, causal=kind == "causal"))
 
@@ -179,9 +183,7 @@ def _shapes() -> Iterator[Case]:
 
 def _odd() -> Iterator[Case]:
     """Head dimensions whose rows are no multiple of 16 bytes, and one with few queries of many keys."""
-    for d in ODD_HEAD_DIMS:
-        for kind in ("full", "causal"):
-            yield Case(f"d{d}-{kind}", _self_attention(4, 4096, _heads(d), d, causal=kind == "causal"))
+    yield from _by_dimension(ODD_HEAD_DIMS)
     for seq_q in (1, 16, 256):
         yield Case(f"d97-q{seq_q}", replace(_self_attention(4, 4096, _heads(97), 97, causal=True), seq_q=seq_q))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -121,7 +122,7 @@ def draw(
     if not roofs and not points:
         raise ValueError("a roofline needs a roof or a point: measure the ceilings, or give results")
     shown = [*points, *(study() if with_study else ())]
-    laptop = [replace(datasheet(lookup("rtx5090-laptop"), ["fp16"]), short="RTX 5090 laptop")] if with_study else []
+    laptop = [replace(datasheet(lookup("rtx5090-laptop"), ["fp16"]), short="5090 laptop")] if with_study else []
     axes = _Axes([*roofs, *laptop], shown)
     scene = Scene(WIDTH, HEIGHT)
     axes.frame(scene, across)
@@ -285,18 +286,18 @@ def _levels(compute: dict[str, float]) -> list[tuple[float, list[str]]]:
 
 
 def _beside(line: Line, text: str) -> Iterator[Box]:
-    """Places for a name: above the line, then below it; along a level one from its right end, else from the left."""
+    """Places for a name: above the line, then below it, then a little farther away; along a level one from its right
+    end, else from the left."""
     (x0, y0), (x1, y1) = line.points
     width, height = text_size(text, ROOF_FONT)
-    for above in (True, False):
-        for i in range(1, 20):
-            if y0 == y1:
-                left = x1 - 4 - width - (x1 - x0 - width) * (i - 1) / 20
-                bottom = y0 - 4 if above else y0 + 4 + height
-            else:
-                x, y = x0 + (x1 - x0) * i / 20, y0 + (y1 - y0) * i / 20
-                left, bottom = (x - 8 - width, y - 4) if above else (x + 8, y + 4 + height)
-            yield Box(left, bottom - height, left + width, bottom)
+    for away, above, i in itertools.product((4, 9, 14), (True, False), range(1, 20)):
+        if y0 == y1:
+            left = x1 - 4 - width - (x1 - x0 - width) * (i - 1) / 20
+            bottom = y0 - away if above else y0 + away + height
+        else:
+            x, y = x0 + (x1 - x0) * i / 20, y0 + (y1 - y0) * i / 20
+            left, bottom = (x - 4 - away - width, y - away) if above else (x + 4 + away, y + away + height)
+        yield Box(left, bottom - height, left + width, bottom)
 
 
 def _write(scene: Scene, line: Line, text: str, edges: Sequence[Box], names: list[Box], dots: Sequence[Box]) -> None:
