@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -82,8 +81,8 @@ def test_gradients_of_feature(feature: str) -> None:
 def test_a_ragged_batch() -> None:
     batch = ragged(*LENGTHS, Shape(b=6, h=6, hkv=2, d=70), torch.bfloat16, device="cuda")
     with syncs_are_errors():
-        check_twice: Any = [fk.attention_varlen(*batch.args, causal=True) for _ in range(2)]
-    assert torch.equal(*check_twice)
+        one, other = (fk.attention_varlen(*batch.args, causal=True) for _ in range(2))
+    assert torch.equal(one, other)
     check_varlen(batch, impl="aligned", causal=True)
     check_gradients_of(batch, impl="auto", causal=True)
 

@@ -51,12 +51,6 @@ def rejects_gradients(problem: BackwardProblem, gpu: Gpu | None) -> str | None:
     return rejects(problem.call, gpu)
 
 
-def defers_gradients(problem: BackwardProblem, gpu: Gpu | None) -> str | None:
-    if problem.impl == "torch":
-        return "impl='torch' was asked for"
-    return leaves_the_cpu(problem.call, gpu) if problem.impl == "auto" else None
-
-
 def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
     """Plans the copies, and what serves them."""
     from flashkernels.attention.api import IMPLS  # the table that has this module

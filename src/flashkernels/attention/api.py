@@ -121,7 +121,7 @@ def leaves_the_backward(problem: BackwardProblem, gpu: Gpu | None) -> str | None
     """The backward follows a forward that was asked for by name; the interpreter is for tests."""
     if problem.impl == "torch":
         return "impl='torch' was asked for"
-    return leaves_the_cpu(problem.call, gpu) if problem.impl != "triton" else None
+    return leaves_the_cpu(problem.call, gpu) if problem.impl not in ("aligned", "triton") else None
 
 
 # Best first. "auto" takes the first row that does not reject the problem.
@@ -136,7 +136,7 @@ IMPLS = (
 BACKWARD_IMPLS = (
     Impl("hopper", "flashkernels.attention.hopper.backward", rejects=hopper_backward.rejects, defers=leaves_hopper),
     Impl("aligned", "flashkernels.attention.aligned_backward", rejects=aligned.rejects_gradients,
-         defers=aligned.defers_gradients),
+         defers=leaves_the_backward),
     Impl("triton", "flashkernels.attention.triton.backward", rejects=needs_triton_backward, defers=leaves_the_backward),
     Impl("torch", "flashkernels.attention.recompute"),
 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flashkernels import hardware
-from flashkernels.attention.explain import copied, title_of
+from flashkernels.attention.explain import through_copies, title_of, with_copies
 from flashkernels.attention.hopper import backward_cost, backward_tiles
 from flashkernels.attention.hopper.backward_source import BackwardVariant
 from flashkernels.attention.problem import BackwardProblem
@@ -45,8 +45,8 @@ class BackwardExplanation(Base):
         """Seconds by the cost model of the kernels that serve; None where they have none."""
         if self.gpu is None:
             return None
-        if self.inner and self.inner.predicted:  # and the least traffic twice more: read, and written
-            return self.inner.predicted + 2 * self.problem.bytes() / self.gpu.bandwidth
+        if self.inner:
+            return with_copies(self.inner.predicted, self)
         if self.hopper:
             return backward_cost.seconds(self.problem, self.hopper, self.gpu)
         return triton_cost.seconds(self.problem, self.triton, self.gpu) if self.triton else None
@@ -57,7 +57,7 @@ class BackwardExplanation(Base):
 
     def tiling(self) -> list[str]:
         if self.inner:
-            return [*copied(self.problem.call), f"then {self.inner.impl}", *self.inner.tiling()]
+            return through_copies(self.problem.call, self.inner)
         if self.hopper:
             lines = [f"tile: {self.hopper.tile.name}", *_hopper_lines(self.hopper, self.problem)]
         elif self.triton:

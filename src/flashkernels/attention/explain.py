@@ -73,8 +73,8 @@ class Explanation(Base):
     @property
     def predicted(self) -> float | None:
         """Seconds by the cost model of the kernel that serves, and not below the roofline; None where it has none."""
-        if self.inner and self.inner.predicted and self.gpu:  # and the least traffic twice more: read, and written
-            return self.inner.predicted + 2 * self.problem.bytes() / self.gpu.bandwidth
+        if self.inner:
+            return with_copies(self.inner.predicted, self)
         if self.problem.narrow and self.impl == "triton":
             return None  # timings have no such rows
         if self.hopper:
@@ -86,7 +86,7 @@ class Explanation(Base):
 
     def tiling(self) -> list[str]:
         if self.inner:
-            return [*copied(self.problem), f"then {self.inner.impl}", *self.inner.tiling()]
+            return through_copies(self.problem, self.inner)
         compared = [_line(choice, self.problem, choice is self.chosen, self.floor or 0) for choice in self.choices]
         if self.hopper:
             own = [f"tile: {self.hopper.tile.name}", *_lines(self.hopper, self.problem)]
@@ -160,11 +160,17 @@ def explain(op: str, *tensors: Any, gpu: str | Gpu | None = None, **arguments: A
     )
 
 
-def copied(problem: AttentionProblem) -> list[str]:
-    """What `aligned` does, in a line."""
+def through_copies(problem: AttentionProblem, inner: Base) -> list[str]:
+    """What `aligned` does, in lines: copies, and what serves them."""
     wide = problem.widened()
     dims = " and ".join(map(str, dict.fromkeys((wide.head_dim, wide.head_dim_v))))
-    return [f"copies: {problem.narrow}; to {dims} columns, filled up with zeros, and back"]
+    first = f"copies: {problem.narrow}; to {dims} columns, filled up with zeros, and back"
+    return [first, f"then {inner.impl}", *inner.tiling()]
+
+
+def with_copies(seconds: float | None, why: Base) -> float | None:
+    """The time of what serves the copies, and that of the least traffic twice more: read, and written."""
+    return seconds and why.memory and seconds + 2 * why.memory
 
 
 def _launch(problem: AttentionProblem, gpu: Gpu) -> HopperLaunch:

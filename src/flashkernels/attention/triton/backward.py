@@ -12,8 +12,8 @@ every row, and L as the others want it. Then there are two forms, and `backward_
 
 The gradient of a float mask is dS itself, summed over what the mask is broadcast over: `backward_mask` has its forms.
 
-The walk is the forward's: blocks in which something is hidden first, then the interior; where dV is apart, the other
-way round. See `README.md` beside this package for the mathematics.
+The walk is the forward's: blocks in which something is hidden first, then the interior; where
+registers are short (`dkdv_kernel`), the other way round. See `README.md` beside this package for the mathematics.
 """
 
 from __future__ import annotations

@@ -15,11 +15,12 @@ from flashkernels.attention.triton.backward_parts import (
     weights,
 )
 from flashkernels.attention.triton.backward_sums import add_parts, first_sum, products
-from flashkernels.attention.triton.backward_tiles import ADDING
+from flashkernels.attention.triton.backward_tiles import ADDING, ROOMY
 from flashkernels.attention.triton.dropout import kept
 from flashkernels.attention.triton.parts import accumulate, keep_rows, load_parts, scores, split_block, store_parts
 
 WIDEST = tl.constexpr(ADDING[-1].width)  # rows of which one pass makes all gradients
+NARROW = tl.constexpr(ROOMY)
 
 
 @triton.jit
@@ -178,8 +179,8 @@ def dkdv_kernel(
     # a pass that leaves dV to another has wide rows, and shared memory for one stage
     STAGES_HIDING: tl.constexpr = min(STAGES, 2 if WANT_V else 1) if sums_ptr is not None else STAGES
     # With the interior first fewer registers spill. Where few do anyway it is 1 to 6 % slower (H200, 2026-11-16).
-    WIDE: tl.constexpr = (DIM > WIDEST and not WANT_V) or (DIM > 80 and BLOCK_N <= 64 and (LEFT or RIGHT))
-    FIRST: tl.constexpr = 0 if WIDE and sums_ptr is not None else 1
+    CROWDED: tl.constexpr = (DIM > WIDEST and not WANT_V) or (DIM > NARROW and BLOCK_N <= 64 and (LEFT or RIGHT))
+    FIRST: tl.constexpr = 0 if CROWDED and sums_ptr is not None else 1
     block_n, bh = place(blocks, section, total_heads)  # under a causal mask the first keys have the most rows
     batch = bh // kv_heads
     head_k = bh - batch * kv_heads
