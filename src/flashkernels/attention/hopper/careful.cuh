@@ -86,17 +86,20 @@ DEVICE void careful_rows(const Params& p, const Work& w, int group, int warp, in
   }
 }
 
+// The list is read and written by the first lane of its warp alone.
 DEVICE void make_noted_again(const Params& p, u32 list, int group, int warp, int lane, u32 rank = 0, int column = 0) {
   while (true) {
-    int tile;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(tile) : "r"(list) : "memory");
+    int tile = -1;
+    if (lane == 0) asm volatile("ld.shared.b32 %0, [%1];" : "=r"(tile) : "r"(list) : "memory");
+    tile = __shfl_sync(~0u, tile, 0);
     if (tile < 0) return;
     Work w = decode(p, tile, lane);
     w.block = w.block * CLUSTER + rank;
     const Place place = place_of(w, group, warp * 16);
-    const int link = *(const volatile int*)(p.out + output_at(p, w, place.query, place.head) + column);
-    __syncwarp();
-    if (lane == 0) asm volatile("st.shared.b32 [%0], %1;" ::"r"(list), "r"(link) : "memory");
+    if (lane == 0) {
+      const int link = *(const volatile int*)(p.out + output_at(p, w, place.query, place.head) + column);
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(list), "r"(link) : "memory");
+    }
     __syncwarp();
     careful_rows(p, w, group, warp, lane, column);
   }
