@@ -146,16 +146,19 @@ def choose(problem: GemmProblem, gpu: Gpu, tma: bool, splittable: bool = False, 
 
 def split_of(problem: GemmProblem, gpu: Gpu, tile: GemmTile) -> int:
     """Parts of the depth that bring four programs to each multiprocessor, each with a few steps to do; six where three
-    of them share one.
+    of them share one, which those of words with 16 rows do.
 
     >>> from flashkernels.hardware import lookup
     >>> problem = GemmProblem(2, 8, 4096, 14336, "bf16", "cuda", block=16)
     >>> split_of(problem, lookup("h200"), GemmTile(True, 16, 64, 128, 4, 4))
     8
+    >>> problem = GemmProblem(128, 8, 4096, 14336, "bf16", "cuda", "w4", block=32)
+    >>> split_of(problem, lookup("h200"), GemmTile(True, 32, 128, 256, 8, 3))
+    2
     """
     tiles = most_tiles(problem.rows, problem.experts, tile.block_m) * -(-problem.width // tile.block_n)
     steps = -(-problem.depth // tile.block_k)
-    wanted = (6 if problem.weights in PHASES else 4) * gpu.sms
+    wanted = (6 if problem.weights in PHASES and tile.block_m == 16 else 4) * gpu.sms
     split = 1
     while split < MOST_SPLIT and tiles * split < wanted and steps // (2 * split) >= 4:
         split *= 2
