@@ -64,7 +64,12 @@ HOPPER = (
     ("causal", Shape(b=1, sq=33, sk=97, h=1, hkv=1, d=320), torch.bfloat16),  # two products for the scores
     ("plain", Shape(b=1, sq=130, sk=97, h=1, hkv=1, d=512), torch.float16),  # and clusters
 )
-# What calls of this size would not choose: they would need hundreds of tiles, and racecheck minutes.
+# More tiles than blocks, so that a block takes several, and the slots through which it is handed them come round again.
+ROUNDS = (
+    ("plain", Shape(b=12, sq=130, sk=131, h=24, hkv=24, d=128), torch.bfloat16),  # clusters
+    ("causal", Shape(b=4, sq=450, sk=300, h=40, hkv=40, d=40), torch.float16),  # three warpgroups, rows without keys
+)
+# What calls of this size would not choose, with one tile a block.
 FORCED = (
     ("causal", Shape(b=1, sq=450, sk=300, h=2, hkv=2, d=40), by_dimension(40, 40, True)),  # three warpgroups
     ("plain", Shape(b=1, sq=430, sk=300, h=2, hkv=2, d=128), by_dimension(128, 128, False)),  # clusters
@@ -82,6 +87,7 @@ GRADIENTS = (
     ("softcap", Shape(b=1, sq=130, sk=130, h=2, hkv=1, d=72), False),  # pairs
     ("causal", Shape(b=1, sq=100, sk=130, h=2, hkv=1, d=160), False),
 )
+GRADIENT_ROUNDS = (("plain", Shape(b=2, sq=80, sk=260, h=60, hkv=60, d=64), False),)  # 360 tiles: several a block
 RAGGED = ([50, 0, 1, 133], [70, 9, 0, 133])
 
 
@@ -89,8 +95,8 @@ def done(what: object, features: str, dtype: torch.dtype = torch.bfloat16) -> No
     print(f"ok  {what}  {features}  {str(dtype).removeprefix('torch.')}", flush=True)
 
 
-def dense(impl: str) -> None:
-    for features, shape, dtype in HOPPER if impl == "hopper" else CASES:
+def dense(impl: str, cases: tuple[tuple[str, Shape, torch.dtype], ...]) -> None:
+    for features, shape, dtype in cases:
         inputs, named = qkv(shape, dtype, device="cuda"), keywords(features, shape, "cuda")
         out, lse = fk.attention(*inputs, return_lse=True, impl=impl, **named)
         torch.cuda.synchronize()
@@ -203,7 +209,7 @@ def expect_from_the_host() -> None:
 def backward(impl: str) -> None:
     """By this implementation alone."""
     api.BACKWARD_IMPLS = tuple(row for row in api.BACKWARD_IMPLS if row.name == impl)
-    for features, shape, deterministic in GRADIENTS:
+    for features, shape, deterministic in (*GRADIENTS, *GRADIENT_ROUNDS):
         named = keywords(features, shape, "cuda")
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
         gradients.check(*qkv(shape, torch.bfloat16, device="cuda"), impl=impl, **named)
@@ -223,7 +229,7 @@ def main(impl: str = "triton", what: str = "outputs") -> None:
     if what == "gradients":
         backward(impl)
         return
-    dense(impl)
+    dense(impl, HOPPER if impl == "hopper" else CASES)
     varlen(impl)
     copies()
     if impl == "hopper":
@@ -232,6 +238,7 @@ def main(impl: str = "triton", what: str = "outputs") -> None:
         negative()
         eight_bits()
         forced()
+        dense(impl, ROUNDS)
 
 
 if __name__ == "__main__":
