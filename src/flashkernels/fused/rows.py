@@ -99,6 +99,22 @@ def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
 
 
+def check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be True or False")
+
+
+def check_name(name: str, value: Any) -> None:
+    """Of what an op's schema takes as a string: torch's own words would name neither argument nor value."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}={value!r} must be a string")
+
+
+def check_count(name: str, value: Any, least: int = 0) -> None:
+    if (type(value) is not int and not isinstance(value, torch.SymInt)) or value < least:
+        raise ValueError(f"{name}={value!r} must be a whole number of {least} or more")
+
+
 def check_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name}={value!r} must be a number, got {type(value).__name__}")

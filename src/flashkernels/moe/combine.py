@@ -52,7 +52,8 @@ def combine(
     """`out[t] = shared[t] + Σ_j weights[t, j] * y[inverse[t, j]]`, in fp32, j from 0 on; dropped items add nothing.
 
     Args:
-        y: (R, H), results by place; fp16, bf16, fp32 (fp64 on the `torch` implementation).
+        y: (R, H), results by place, or (parts, R, H), whose sum over the parts they are; fp16, bf16, fp32 (fp64 on the
+            `torch` implementation).
         weights: (T, k) fp32, or None for ones.
         plan: of the routing.
         shared: (T, H) like y, what all tokens get, or None.
@@ -87,6 +88,10 @@ def combined(y: Tensor, weights: Tensor | None, shared: Tensor | None, plan: Pla
 def _check(y: Tensor, weights: Tensor | None, shared: Tensor | None, permutation: Tensor, inverse: Tensor) -> None:
     if y.dim() not in (2, 3) or y.shape[-2] != permutation.shape[0]:
         raise ValueError(f"y has shape {tuple(y.shape)}; expected ({permutation.shape[0]}, width), the plan's places")
+    for name, other in (("weights", weights), ("shared", shared)):
+        if other is not None and (not isinstance(other, Tensor) or other.dtype not in DTYPES):
+            got = getattr(other, "dtype", type(other).__name__)
+            raise TypeError(f"{name} must be a tensor of {', '.join(map(str, DTYPES))} or None, got {got}")
     if weights is not None and weights.shape != inverse.shape:
         raise ValueError(f"weights has shape {tuple(weights.shape)}; expected {tuple(inverse.shape)}")
     if shared is not None and shared.shape != (inverse.shape[0], y.shape[-1]):

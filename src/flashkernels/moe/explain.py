@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 
 from flashkernels import hardware
 from flashkernels.dispatch import Verdict, select, verdicts
+from flashkernels.fused.rows import DTYPES, check_choice, check_count
 from flashkernels.hardware import Gpu
 from flashkernels.moe import cost, gemm, route
 from flashkernels.moe.hopper import gemm_tiles as hopper
-from flashkernels.moe.plan import block_rows
-from flashkernels.moe.problem import GATED, GemmProblem, LayerProblem, RouteProblem
+from flashkernels.moe.plan import MOST_EXPERTS, MOST_K, block_rows
+from flashkernels.moe.problem import ACTIVATIONS, FORMATS, GATED, GemmProblem, LayerProblem, RouteProblem
 from flashkernels.moe.triton import tiles
 from flashkernels.moe.weights import ROUNDED
 
@@ -105,6 +106,15 @@ def explain(
     roofline: 587... µs on NVIDIA H200, memory-bound
     predicted: 69... µs, 65 TFLOPS, 85% of the roofline
     """
+    check_count("tokens", tokens)
+    for name, size in (("hidden", hidden), ("inner", inner), ("experts", experts), ("k", k)):
+        check_count(name, size, 1)
+    if experts > MOST_EXPERTS or k > min(MOST_K, experts):
+        most = f"at most {MOST_EXPERTS} experts, and k at most {MOST_K} of them"
+        raise ValueError(f"experts={experts} with k={k}: allowed are {most}")
+    check_choice("dtype", dtype, tuple(DTYPES.values()))
+    check_choice("weights", weights, ("", *FORMATS))
+    check_choice("activation", activation, ACTIVATIONS)
     chip = hardware.lookup(gpu) if isinstance(gpu, str) else gpu or hardware.detect()
     device = "cpu" if chip is None else "cuda"
     problem = LayerProblem(tokens, hidden, inner, experts, k, dtype, device, weights)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashkernels.dispatch import Impl, UnsupportedError, lacks_triton, leaves_the_cpu, select, serving
 from flashkernels.fused.linear import lowered
-from flashkernels.fused.rows import DTYPES, check_choice, check_number, gpu_of, nothing
+from flashkernels.fused.rows import DTYPES, check_choice, check_flag, check_name, check_number, gpu_of, nothing
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import MOST_PLANS, Plans, Run, placed, unwatched
 from flashkernels.moe import reference
@@ -19,7 +19,16 @@ from flashkernels.moe.plan import Plan, plan_of
 from flashkernels.moe.problem import ACTIVATIONS, FORMATS, GATED, PHASES, Epilogue, GemmProblem
 from flashkernels.moe.rows import round_rows
 from flashkernels.moe.triton.tiles import GemmTile
-from flashkernels.moe.weights import BLOCK, DTYPES as SMALL, GROUPS, ROUNDED, WORDS, Quantised, dequantise
+from flashkernels.moe.weights import (
+    BLOCK,
+    DTYPES as SMALL,
+    GROUPS,
+    ROUNDED,
+    WORDS,
+    Quantised,
+    check_quantised,
+    dequantise,
+)  # fmt: skip
 from flashkernels.tiling import override
 
 ALPHA, LIMIT = 1.702, 7.0  # of gpt-oss
@@ -154,8 +163,15 @@ def _call(
     check_choice("activation", activation, ACTIVATIONS)
     if not isinstance(plan, Plan):
         raise TypeError(f"plan must be a flashkernels.moe.Plan, got {type(plan).__name__}")
-    weights, group, depth = (w.format, w.group, w.shape[2]) if isinstance(w, Quantised) else ("", 0, x.shape[-1])
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}; expected (rows, k)")
+    weights, group, depth = ("", 0, x.shape[1])
+    if isinstance(w, Quantised):
+        check_quantised("w", w)
+        weights, group, depth = w.format, w.group, w.shape[2]
     small = weights in ROUNDED and x.dtype not in DTYPES
+    if not small and x.dtype not in DTYPES:
+        raise TypeError(f"x.dtype={x.dtype} is not one of {', '.join(map(str, DTYPES))}")
     dtype = out_dtype or (torch.bfloat16 if small else x.dtype)
     if dtype not in DTYPES:
         raise TypeError(f"out_dtype={dtype} is not one of {', '.join(map(str, DTYPES))}")
@@ -182,6 +198,11 @@ def _check(tensors: tuple[Any, ...], call: Gemm) -> None:
     for name, y in (("bias", bias), ("row_weights", row_weights), ("x_scale", x_scale)):
         if y is not None and not isinstance(y, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor or None, got {type(y).__name__}")
+        if y is not None and y.dtype not in DTYPES:
+            raise TypeError(f"{name}.dtype={y.dtype} is not one of {', '.join(map(str, DTYPES))}")
+    check_flag("gather", call.gather)
+    check_flag("interleaved", call.interleaved)
+    check_name("impl", call.impl)
     _check_scale(x, x_scale, call)
     if call.weights:
         _check_weights(w, w_scale, call)

@@ -100,6 +100,7 @@ class Parts(NamedTuple):
 def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
     """Parts are found at the first call: what each of them takes is what those before it have made."""
     s = Settings(*settings)
+    check(tensors[0], tensors[1], tensors[2], tensors[8])
     parts: Parts | None = None
 
     def run(
@@ -132,6 +133,24 @@ def _plan(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Run:
 
 
 layers = Plans(_plan)
+
+
+def check(x: Tensor, router_weight: Tensor | None, router_bias: Tensor | None, w_down: Tensor) -> None:
+    """What no part of a layer sees: that the router is one, and that what comes out is as wide as what goes in."""
+    hidden = x.shape[-1]
+    if w_down.shape[1] != hidden:
+        raise ValueError(f"w_down has shape {tuple(w_down.shape)}; expected (experts, {hidden}, inner): x has {hidden}")
+    if router_weight is None:
+        return
+    for name, y in (("router_weight", router_weight), ("router_bias", router_bias)):
+        if y is not None and (not isinstance(y, Tensor) or y.dtype not in DTYPES):
+            got = getattr(y, "dtype", type(y).__name__)
+            raise TypeError(f"{name} must be a tensor of {', '.join(map(str, DTYPES))}, got {got}")
+    if router_weight.dim() != 2 or router_weight.shape[1] != hidden:
+        raise ValueError(f"router_weight has shape {tuple(router_weight.shape)}; expected (experts, {hidden})")
+    if router_bias is not None and router_bias.shape != router_weight.shape[:1]:
+        shape = tuple(router_bias.shape)
+        raise ValueError(f"router_bias has shape {shape}; expected ({router_weight.shape[0]},), one for each expert")
 
 
 def _first(t: Tensors, s: Settings) -> tuple[Inferred, Parts]:
@@ -179,8 +198,6 @@ def gemm_calls(s: Settings, block: int, out: str) -> tuple[Gemm, Gemm]:
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """(T, E), in the wider dtype of x and weight, also under autocast: rounded to 16 bits, other experts are chosen."""
-    if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
-        raise ValueError(f"router_weight has shape {tuple(weight.shape)}; expected (experts, {x.shape[1]})")
     if any_autocast() and torch.is_autocast_enabled(x.device.type):
         with torch.autocast(x.device.type, enabled=False):
             return router_logits(x, weight, bias)

@@ -12,16 +12,16 @@ from torch.nn.functional import linear
 
 from flashkernels.fused import activation as fused
 from flashkernels.fused.linear import lowered
-from flashkernels.fused.rows import DTYPES, check_choice
+from flashkernels.fused.rows import DTYPES, check_choice, check_count
 from flashkernels.moe import reference
 from flashkernels.moe.combine import Combine, combined
 from flashkernels.moe.gemm import ALPHA, LIMIT, forced_tile, product
-from flashkernels.moe.inference import UNROUTED, Inferred, Settings, gemm_calls, layers, router_logits
+from flashkernels.moe.inference import UNROUTED, Inferred, Settings, check, gemm_calls, layers, router_logits
 from flashkernels.moe.plan import Plan, plan_of
 from flashkernels.moe.problem import ACTIVATIONS, GATED, Epilogue
-from flashkernels.moe.route import Routing, route
+from flashkernels.moe.route import Routing, check_used, route
 from flashkernels.moe.triton.tiles import GemmTile
-from flashkernels.moe.weights import Quantised
+from flashkernels.moe.weights import Quantised, check_quantised
 from flashkernels.tiling import override
 
 FUSED = {"swiglu": fused.swiglu, "geglu": fused.geglu, "relu2_glu": fused.relu2_glu}
@@ -60,7 +60,7 @@ def layer(
             multiplied by `sigmoid(x @ shared_gate)` where there is a shared_gate (H,).
         span: (first, last): w_gate_up and w_down have only these experts, and the result is their share of the sum, for
             an all-reduce to complete; the shared experts are in the share of first = 0.
-        routing: weights, ids and plan from elsewhere, instead of router_weight.
+        routing: weights, ids and plan from elsewhere, instead of router_weight, its biases and `used`.
         return_routing: also return the router's logits and the routing, for losses.
         impl: "auto", or the name of the one implementation that must serve every part.
 
@@ -87,16 +87,21 @@ def layer(
         x, w_gate_up, w_down = lowered(x, w_gate_up, w_down)
     if (routing is None) == (router_weight is None):
         raise ValueError("a layer takes either router_weight or routing")
-    tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if x.dim() == 0:
+        raise ValueError("x has no dimension; expected (..., hidden)")
+    tokens = x if x.dim() == 2 else x[None] if x.dim() == 1 else x.flatten(0, -2)
     everyone = None
+    if shared is None and shared_gate is not None:
+        raise ValueError("shared_gate goes with shared experts, and shared=None")
     if shared is not None and (span is None or span[0] == 0):
-        everyone = _shared(tokens, *shared, shared_gate, Epilogue(activation, interleaved, alpha, limit))
-    (up, up_scale, up_format), (down, down_scale, down_format) = _stored(w_gate_up), _stored(w_down)
+        everyone = _shared(tokens, shared, shared_gate, Epilogue(activation, interleaved, alpha, limit))
+    up, up_scale, up_format = _stored("w_gate_up", w_gate_up)
+    down, down_scale, down_format = _stored("w_down", w_down)
     given: tuple[Any, ...] = UNROUTED
     block = 0
     if routing is not None:
-        if routing.plan is None:
-            raise ValueError("routing has no plan: make it with plan=True")
+        _check_given(routing, used, span, router_bias, choice_bias)
+        assert routing.plan is not None
         given = (routing.weights, *routing.plan[:6])
         block = routing.plan.block
     choices = (k, score, renormalise, groups, top_groups, group_score, scale, span)
@@ -117,10 +122,16 @@ def layer(
                 weights, ids, *parts = found.routed
                 routing = Routing(weights, ids, plan_of(parts, found.block))
             return Layered(out, found.logits, routing)
+    check(tokens, router_weight, router_bias, down)  # the same errors as eager
     logits: Tensor | None = None
     if routing is None:
         assert router_weight is not None
-        logits = router_logits(given_x.reshape(tokens.shape), router_weight, router_bias)  # not lowered
+        seen = given_x.reshape(tokens.shape)  # not lowered
+        if used is not None:  # the router's gradient is a sum over all tokens, and 0 * NaN would be in it
+            check_used(used, tokens)
+            there = torch.arange(len(tokens), device=x.device) < reference.tokens_used(used, len(tokens))
+            seen = torch.where(there[:, None], seen, 0.0)
+        logits = router_logits(seen, router_weight, router_bias)
         tile = None if compiling else forced_tile()
         routing = route(
             logits, k, score=score, renormalise=renormalise, bias=choice_bias, groups=groups, top_groups=top_groups,
@@ -133,10 +144,34 @@ def layer(
     return Layered(out, logits, routing) if return_routing else out
 
 
-def _stored(w: Tensor | Quantised) -> tuple[Tensor, Tensor | None, tuple[str, int, int]]:
+def _check_given(
+    routing: Routing, used: Tensor | None, span: tuple[int, ...] | None, router_bias: Tensor | None,
+    choice_bias: Tensor | None,
+) -> None:  # fmt: skip
+    """A routing that is given, and nothing beside it that only a router would heed."""
+    if not isinstance(routing, Routing):
+        raise TypeError(f"routing must be a flashkernels.moe.Routing, got {type(routing).__name__}")
+    if routing.plan is None:
+        raise ValueError("routing has no plan: make it with plan=True")
+    for part, x, kind in (("weights", routing.weights, Tensor), ("plan", routing.plan, Plan)):
+        if not isinstance(x, kind):
+            raise TypeError(f"routing.{part} must be a {kind.__name__}, got {type(x).__name__}")
+    for name, y in (("used", used), ("router_bias", router_bias), ("choice_bias", choice_bias)):
+        if y is not None:
+            raise ValueError(f"{name} belongs to a router, and routing is given: it was made with it, or without")
+    experts = routing.plan.experts
+    if span is not None and ([*map(type, span)] != [int, int] or span[0] < 0 or span[1] - span[0] != experts):
+        raise ValueError(f"span={span!r} is not a range (first, last) of {experts} experts, which the routing has")
+
+
+def _stored(name: str, w: Tensor | Quantised) -> tuple[Tensor, Tensor | None, tuple[str, int, int]]:
     """Weights, their scales, and format, group and depth."""
     if isinstance(w, Quantised):
+        check_quantised(name, w)
         return w.data, w.scale, (w.format, w.group, w.shape[2])
+    if not isinstance(w, Tensor) or w.dim() != 3:
+        got = tuple(w.shape) if isinstance(w, Tensor) else type(w).__name__
+        raise ValueError(f"{name} must be a tensor (experts, n, k) or Quantised, got {got}")
     return w, None, ("", 0, w.shape[-1])
 
 
@@ -163,7 +198,25 @@ def activate(y: Tensor, call: Epilogue) -> Tensor:
     return reference.activate(reference.wide(y), call).to(y.dtype)
 
 
-def _shared(x: Tensor, gate_up: Tensor, down: Tensor, gate: Tensor | None, call: Epilogue) -> Tensor:
+def _shared(x: Tensor, shared: Any, gate: Tensor | None, call: Epilogue) -> Tensor:
+    """What the shared experts say of (T, H) tokens."""
+    pair = isinstance(shared, (tuple, list)) and len(shared) == 2
+    if not pair or not all(isinstance(w, Tensor) and w.dim() == 2 for w in shared):
+        raise TypeError(f"shared must be two matrices, (gate_up, down), got {type(shared).__name__}")
+    gate_up, down = shared
+    hidden, rows = x.shape[1], gate_up.shape[0]
+    inner = rows // 2 if call.activation in GATED else rows
+    if gate_up.shape[1] != hidden or (call.activation in GATED and rows % 2) or down.shape != (hidden, inner):
+        shapes = f"{tuple(gate_up.shape)} and {tuple(down.shape)}"
+        wanted = f"(n, {hidden}) and ({hidden}, columns of the activation)"
+        raise ValueError(f"shared has shapes {shapes}; expected {wanted}")
+    if gate is not None and (not isinstance(gate, Tensor) or gate.shape != (hidden,)):
+        got = tuple(gate.shape) if isinstance(gate, Tensor) else type(gate).__name__
+        raise ValueError(f"shared_gate must have shape ({hidden},), got {got}")
+    if not any_autocast():
+        for name, w in (("shared[0]", gate_up), ("shared[1]", down), ("shared_gate", gate)):
+            if w is not None and w.dtype != x.dtype:
+                raise TypeError(f"{name}.dtype={w.dtype} differs from x.dtype={x.dtype}")
     y = linear(activate(linear(x, gate_up), call), down)
     return y if gate is None else y * torch.sigmoid(x @ gate)[:, None]
 
@@ -185,6 +238,11 @@ class MoE(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         check_choice("activation", activation, ACTIVATIONS)
+        for name, size in (("hidden", hidden), ("inner", inner), ("experts", experts), ("k", k)):
+            check_count(name, size, 1)
+        check_count("shared_inner", shared_inner)
+        if shared_gate and not shared_inner:
+            raise ValueError("shared_gate=True goes with shared experts, and shared_inner=0")
         self.settings: dict[str, Any] = {
             "k": k, "activation": activation, "interleaved": interleaved, "score": score, "renormalise": renormalise,
             "groups": groups, "top_groups": top_groups, "group_score": group_score, "scale": scale, "impl": impl,
@@ -223,8 +281,8 @@ class MoE(nn.Module):
         shared = None if up is None or down is None else (up, down)
         return layer(
             x, None if routing else self.router, self.w_gate_up, self.w_down, bias_gate_up=self.bias_gate_up,
-            bias_down=self.bias_down, choice_bias=self.choice_bias, shared=shared, shared_gate=self.shared_gate,
-            used=used, routing=routing, return_routing=return_routing, **self.settings,
+            bias_down=self.bias_down, choice_bias=None if routing else self.choice_bias, shared=shared,
+            shared_gate=self.shared_gate, used=used, routing=routing, return_routing=return_routing, **self.settings,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flashkernels.fused.rows import check_choice
 from flashkernels.moe.reference import scores_of, tokens_used, wide
-from flashkernels.moe.route import SCORES
+from flashkernels.moe.route import SCORES, check_ids, check_logits, check_used
 
 
 def balance_loss(logits: Tensor, ids: Tensor, *, score: str = "softmax", used: Tensor | None = None) -> Tensor:
@@ -15,7 +15,8 @@ def balance_loss(logits: Tensor, ids: Tensor, *, score: str = "softmax", used: T
     their share in a token's sum). 1 where all experts are equally loaded; gradients flow through P.
 
     Args:
-        logits: (T, E) of the router; ids: (T, k) of the routing, -1 where a token was not routed.
+        logits: (T, E) of the router; ids: (T, k) of the routing; one outside of 0 <= id < E, such as -1 of a
+            token that was not routed, does not count.
         used: as in `route`: tokens past it do not count.
 
     >>> import torch, flashkernels as fk
@@ -23,7 +24,9 @@ def balance_loss(logits: Tensor, ids: Tensor, *, score: str = "softmax", used: T
     tensor(1.)
     """
     check_choice("score", score, SCORES)
-    if ids.dim() != 2 or ids.shape[0] != logits.shape[0]:
+    check_logits(logits)
+    check_ids(ids, logits.shape[1])
+    if ids.shape[0] != logits.shape[0]:
         raise ValueError(f"ids has shape {tuple(ids.shape)}; expected ({logits.shape[0]}, k), a row for each token")
     experts, in_use = logits.shape[1], _in_use(logits, used)[:, None]
     scores = scores_of(torch.where(in_use, wide(logits), 0.0), score == "sigmoid")  # no gradient is 0 * NaN
@@ -31,7 +34,7 @@ def balance_loss(logits: Tensor, ids: Tensor, *, score: str = "softmax", used: T
         total = scores.sum(-1, keepdim=True)
         scores = scores / torch.where(total == 0, 1.0, total)
     scores = torch.where(in_use, scores, 0.0)
-    there = in_use & (ids >= 0)
+    there = in_use & (ids >= 0) & (ids < experts)
     items = torch.where(there, ids, 0).reshape(-1).long()
     counts = scores.new_zeros(experts).scatter_add(0, items, there.reshape(-1).to(scores.dtype))
     tokens = in_use.sum().clamp(min=1)
@@ -46,6 +49,7 @@ def z_loss(logits: Tensor, *, used: Tensor | None = None) -> Tensor:
     >>> fk.moe.z_loss(torch.zeros(3, 1))
     tensor(0.)
     """
+    check_logits(logits)
     in_use = _in_use(logits, used)
     there = in_use & (logits != -torch.inf).any(-1)
     squares = torch.where(there, torch.where(there[:, None], wide(logits), 0.0).logsumexp(-1).square(), 0.0)
@@ -53,5 +57,7 @@ def z_loss(logits: Tensor, *, used: Tensor | None = None) -> Tensor:
 
 
 def _in_use(logits: Tensor, used: Tensor | None) -> Tensor:
+    if used is not None:
+        check_used(used, logits)
     tokens = logits.shape[0]
     return torch.arange(tokens, device=logits.device) < (tokens if used is None else tokens_used(used, tokens))

@@ -45,7 +45,7 @@ def choose(logits: Tensor, bias: Tensor | None, used: Tensor | None, call: Choic
     """Weights (T, k) and expert ids (T, k) int32."""
     scores = scores_of(logits, call.sigmoid)
     # Scores grow with logits, so without a bias the logits decide: no rounding of exp can turn two experts around.
-    choice = without_sign(wide(logits) if bias is None else scores + wide(bias))
+    choice = without_sign(wide(logits) if bias is None else scores + bias.to(scores.dtype))
     if call.groups > 1:
         value = without_sign(scores) if bias is None else choice
         grouped = value.unflatten(-1, (call.groups, -1))
@@ -76,12 +76,14 @@ def weights_of(scores: Tensor, ids: Tensor, call: Choice) -> Tensor:
 
 
 def logit_gradients(grad: Tensor, logits: Tensor, ids: Tensor, call: Choice) -> Tensor:
-    """Gradients of the logits, from those of the weights. A token that is not in use (ids of -1) has none."""
-    there = ids >= 0
+    """Gradients of the logits, from those of the weights. A token that is not in use (ids of -1) has none. Autograd
+    follows them where it follows gradients (`create_graph=True`)."""
+    there, again = ids >= 0, torch.is_grad_enabled()
     with torch.enable_grad():
-        x = torch.where(there[:, :1], wide(logits.detach()), 0.0).requires_grad_()  # else 0 * NaN
+        x = torch.where(there[:, :1], wide(logits if again else logits.detach()), 0.0)  # else 0 * NaN
+        x = x if x.requires_grad else x.requires_grad_()
         weights = weights_of(scores_of(x, call.sigmoid), ids.clamp(min=0).long(), call)
-    (dx,) = torch.autograd.grad(weights, x, torch.where(there, grad.to(weights.dtype), 0.0))
+    (dx,) = torch.autograd.grad(weights, x, torch.where(there, grad.to(weights.dtype), 0.0), create_graph=again)
     return dx.to(logits.dtype)
 
 
@@ -141,7 +143,7 @@ def multiply(x: Tensor, w: Tensor, plan: Plan, gather: bool) -> Tensor:
     rows = wide(rows_of(x, plan, gather))
     out = rows.new_zeros(rows.shape[0], w.shape[1])
     for e, mine, all_rows in segments(plan):
-        part = rows[mine] @ wide(w[e]).T
+        part = rows[mine] @ w[e].to(rows.dtype).T
         out[mine] = part if all_rows is None else torch.where(all_rows, part, out)
     return out
 

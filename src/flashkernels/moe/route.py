@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from flashkernels.dispatch import Impl, lacks_triton, leaves_the_cpu, serving
-from flashkernels.fused.rows import DTYPES, check_choice, check_number, gpu_of
+from flashkernels.fused.rows import (
+    DTYPES,
+    check_choice,
+    check_count,
+    check_flag,
+    check_name,
+    check_number,
+    gpu_of,
+)  # fmt: skip
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import Plans, Run, unwatched
 from flashkernels.moe import reference
@@ -85,12 +93,13 @@ def route(
     are chosen by their logits, which have the same order as `s` without its rounding.
 
     Args:
-        logits: (T, E), fp16, bf16, fp32 (fp64 on the `torch` implementation); 1 <= E <= 1024. -inf hides an expert: it
-            is chosen last, with weight 0. A NaN counts as larger than all numbers, so its expert is chosen, and the
-            weights that it reaches are NaN: with softmax or `renormalise` those of the token, else its own. A token
-            that is -inf everywhere gets experts 0 to k - 1 with weight 0.
+        logits: (T, E), fp16, bf16, fp32 (fp64 on the `torch` implementation); 1 <= E <= 1024. -inf hides an expert: its
+            s is 0, and without a bias it is chosen last. A NaN counts as larger than all numbers, so its expert is
+            chosen, and the weights that it reaches are NaN: with softmax or `renormalise` those of the token, else its
+            own. A token that is -inf everywhere has weights of 0, and without a bias experts 0 to k - 1.
         k: experts of a token, at most 16.
-        bias: (E,), added for the choice alone (DeepSeek-V3), or None.
+        bias: (E,), added for the choice alone (DeepSeek-V3), in the precision of s, or None. It decides of hidden
+            experts, too.
         groups, top_groups: experts come in so many equal groups, and only the best groups are chosen from. A group is
             worth the sum of its two best (`group_score="top2"`, DeepSeek-V3) or its best ("max", DeepSeek-V2).
         used: int32 tensor of one element on the device of the logits: only so many tokens are routed. The others get
@@ -131,8 +140,10 @@ def call_of(
     """What `route` asks for."""
     check_choice("score", score, SCORES)
     check_choice("group_score", group_score, GROUP_SCORES)
-    _check_logits(logits)
+    check_logits(logits)
     first, last = _checked_span(span, logits.shape[1])
+    if block is not None:
+        check_count("block", block)
     rows = block if block is not None else block_rows(logits.shape[0] * k, last - first) if type(k) is int else 0
     if rows not in BLOCKS:
         check_choice("block", block, (None, *BLOCKS))
@@ -160,9 +171,9 @@ def regroup(
     >>> fk.moe.regroup(torch.tensor([[2, 0], [2, -1]]), 3).inverse.tolist()
     [[1, 0], [2, -1]]
     """
-    _check_ids(ids, experts)
+    check_ids(ids, experts)
     if used is not None:
-        _check_used(used, ids)
+        check_used(used, ids)
     if check:
         _check_range(ids, experts, used)
     first, last = _checked_span(span, experts)
@@ -177,8 +188,9 @@ def presorted(counts: Tensor, rows: int, *, block: int | None = None) -> Plan:
     """The plan of tokens that are sorted by expert already, such as an all-to-all delivers.
 
     Args:
-        counts: (E,) integers, the rows of each expert; they may sum to less than `rows`. Where they sum to more, as
-            after an all-to-all that did not fit, the rows past the last are dropped, and the plan's counts say so.
+        counts: (E,) integers, the rows of each expert; one below 0 counts as 0. They may sum to less than `rows`. Where
+            they sum to more, as after an all-to-all that did not fit, the rows past the last are dropped, and the
+            plan's counts say so.
         rows: how many there are at most: the size of the tensor that holds them.
 
     >>> import torch, flashkernels as fk
@@ -190,10 +202,11 @@ def presorted(counts: Tensor, rows: int, *, block: int | None = None) -> Plan:
         raise TypeError(f"counts must be a vector of int32 or int64, got {_described(counts)}")
     if not 1 <= counts.shape[0] <= MOST_EXPERTS:
         raise ValueError(f"counts has {counts.shape[0]} experts; allowed are 1 to {MOST_EXPERTS}")
+    check_count("rows", rows)
     _check_items(rows, 1)
     chosen = block_rows(rows, counts.shape[0]) if block is None else block
     check_choice("block", chosen, BLOCKS)
-    offsets = torch.nn.functional.pad(counts.cumsum(0).clamp(max=rows), (1, 0))
+    offsets = torch.nn.functional.pad(counts.clamp(min=0).cumsum(0).clamp(max=rows), (1, 0))
     counts = offsets.diff()  # less than was asked for, where the rows do not suffice
     places = torch.arange(rows, device=counts.device)
     places = torch.where(places < offsets[-1], places, -1)
@@ -209,7 +222,7 @@ def _described(x: Any) -> str:
     return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
-def _check_logits(logits: Tensor) -> None:
+def check_logits(logits: Tensor) -> None:
     if not isinstance(logits, Tensor):
         raise TypeError(f"logits must be a torch.Tensor, got {type(logits).__name__}")
     if logits.dtype not in DTYPES:
@@ -234,7 +247,7 @@ def _check_items(tokens: int, k: int) -> None:
         raise ValueError(f"{tokens} tokens with k={k} are {tokens * k} items; allowed are {MOST_ITEMS}")
 
 
-def _check_used(used: Tensor, other: Tensor) -> None:
+def check_used(used: Tensor, other: Tensor) -> None:
     if not isinstance(used, Tensor) or used.dtype != torch.int32 or used.numel() != 1:
         raise TypeError(f"used must be an int32 tensor of one element, got {_described(used)}")
     if used.device != other.device:
@@ -252,6 +265,8 @@ def _check(logits: Tensor, bias: Tensor | None, used: Tensor | None, call: Call)
     if call.groups > 1 and call.top_groups * (experts // call.groups) < call.k:
         raise ValueError(f"k={call.k} experts are more than top_groups={call.top_groups} groups have")
     check_number("scale", call.scale)
+    check_flag("renormalise", call.renormalise)
+    check_name("impl", call.impl)
     if bias is not None:
         if not isinstance(bias, Tensor) or bias.dtype not in DTYPES:
             raise TypeError(f"bias must be a floating-point tensor, got {_described(bias)}")
@@ -260,10 +275,10 @@ def _check(logits: Tensor, bias: Tensor | None, used: Tensor | None, call: Call)
         if bias.device != logits.device:
             raise ValueError(f"bias.device={bias.device} differs from logits.device={logits.device}")
     if used is not None:
-        _check_used(used, logits)
+        check_used(used, logits)
 
 
-def _check_ids(ids: Tensor, experts: int) -> None:
+def check_ids(ids: Tensor, experts: int) -> None:
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"ids must be an int32 or int64 tensor, got {_described(ids)}")
     if ids.dim() != 2 or not 1 <= ids.shape[1] <= MOST_K:

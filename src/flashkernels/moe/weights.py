@@ -29,6 +29,7 @@ WORDS = 64  # of a row that are packed together
 GROUPS = (64, 128, 256, 512)
 MOST = {"fp8": 448.0, "fp8_block": 448.0, "int8": 127.0, "w8": 127.0, "w4": 7.0}
 DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_block": torch.float8_e4m3fn, "int8": torch.int8}
+SCALES = (torch.bfloat16, torch.float16, torch.float32)  # types of scales of groups
 ROUNDED = ("fp8", "fp8_block", "int8")  # formats in which the activations are rounded too
 
 
@@ -54,8 +55,12 @@ def quantise(w: Tensor, format: str, *, group: int = 128, scale_dtype: torch.dty
     (torch.Size([2, 8, 64]), torch.Size([2, 8, 2]), torch.Size([2, 8, 256]))
     """
     check_choice("format", format, tuple(FORMATS))
+    if not isinstance(w, Tensor) or not w.is_floating_point():
+        raise TypeError(f"w must be a floating-point tensor, got {getattr(w, 'dtype', type(w).__name__)}")
     if w.dim() != 3:
         raise ValueError(f"w has shape {tuple(w.shape)}; expected (experts, n, k)")
+    if scale_dtype not in SCALES:
+        raise ValueError(f"scale_dtype={scale_dtype!r} is not one of {', '.join(map(str, SCALES))}")
     experts, n, k = w.shape
     w = w.detach()
     if format in ("w8", "w4"):
@@ -63,7 +68,11 @@ def quantise(w: Tensor, format: str, *, group: int = 128, scale_dtype: torch.dty
         parts = _padded(w.float(), group, 1).unflatten(-1, (-1, group))
         kind = torch.finfo(scale_dtype)
         least = max(LEAST_SCALE, kind.smallest_normal * kind.eps)  # fp16 has 2**-24
-        scale = _scale(parts.abs().amax(-1), MOST[format], least).to(scale_dtype)
+        exact = _scale(parts.abs().amax(-1), MOST[format], least)
+        scale = exact.to(scale_dtype)
+        if scale_dtype == torch.float16 and bool((scale.isinf() & exact.isfinite()).any()):  # others have the range
+            needed = f"w needs a scale of {exact[exact.isfinite()].max():.3g}"
+            raise ValueError(f"scale_dtype={scale_dtype} ends at {kind.max:.0f}, and {needed}")
         small = (parts / scale.float()[..., None]).round().clamp(-MOST[format], MOST[format]).flatten(-2)[..., :k]
         return Quantised(pack(small, format), scale, format, (experts, n, k), group)
     if format == "fp8_block":
@@ -71,13 +80,14 @@ def quantise(w: Tensor, format: str, *, group: int = 128, scale_dtype: torch.dty
         scale = _scale(blocks.abs().amax((2, 4)), MOST[format])
         small = (blocks / scale[:, :, None, :, None]).flatten(-2).flatten(1, 2)[:, :n, :k]
     else:
-        scale = _scale(w.float().abs().amax(-1), MOST[format])
+        scale = _scale(w.float().abs().amax(-1), MOST[format]) if k else w.new_ones(experts, n, dtype=torch.float32)
         small = w.float() / scale[..., None]
     return Quantised(_rounded(small, format), scale, format, (experts, n, k))
 
 
 def dequantise(w: Quantised) -> Tensor:
     """The weights that a kernel computes with, (E, N, K) fp32."""
+    check_quantised("w", w)
     _, n, k = w.shape
     scale = w.scale.float()
     if w.format in ("w8", "w4"):
@@ -86,6 +96,21 @@ def dequantise(w: Quantised) -> Tensor:
         scale = scale.repeat_interleave(BLOCK, 1)[:, :n].repeat_interleave(BLOCK, 2)[..., :k]
         return w.data.float() * scale
     return w.data.float() * scale[..., None]
+
+
+def check_quantised(name: str, w: Quantised) -> None:
+    """That its parts are what they are called; a product also asks whether their sizes fit its format."""
+    if not isinstance(w, Quantised):
+        raise TypeError(f"{name} must be a flashkernels.moe.Quantised, got {type(w).__name__}")
+    check_choice(f"{name}.format", w.format, tuple(FORMATS))
+    for part, x in (("data", w.data), ("scale", w.scale)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}.{part} must be a torch.Tensor, got {type(x).__name__}")
+    if not w.scale.is_floating_point():
+        raise TypeError(f"{name}.scale.dtype={w.scale.dtype} is no floating-point type")
+    if w.data.dim() != 3 or len(w.shape) != 3 or tuple(w.shape[:2]) != tuple(w.data.shape[:2]):
+        about = f"{name}.data, {tuple(w.data.shape)}"
+        raise ValueError(f"{name}.shape={tuple(w.shape)} must be (experts, n, k), the first two those of {about}")
 
 
 def pack(small: Tensor, format: str) -> Tensor:
