@@ -118,7 +118,7 @@ def explain(op: str, *tensors: Any, gpu: str | Gpu | None = None, **arguments: A
         return attention.explain(op, *tensors, gpu=gpu, **arguments)
     if op == "attention_backward":
         return gradients.explain(*tensors, gpu=gpu, **arguments)
-    if op not in OPS:
+    if not isinstance(op, str) or op not in OPS:
         own = ("attention", "attention_varlen", "attention_backward")
         raise ValueError(f"op={op!r} is not one of {', '.join(map(repr, (*own, *OPS)))}; for experts fk.moe.explain")
     if not isinstance(gpu, (str, Gpu, type(None))):

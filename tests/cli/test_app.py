@@ -68,6 +68,21 @@ def test_a_refusal_is_one_line_and_exit_code_2(command: Callable[[Exception], No
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "nope.json"), "error: nope.json: No such file or directory\n"),
+        (OSError("disk full"), "error: disk full\n"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_line(
+    error: OSError, line: str, command: Callable[[Exception], None]
+) -> None:
+    command(error)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert (result.exit_code, result.stderr) == (2, line)
+
+
 def test_a_bug_keeps_its_traceback(command: Callable[[Exception], None]) -> None:
     command(RuntimeError("a bug"))
     result = CliRunner().invoke(app, ["doctor"])

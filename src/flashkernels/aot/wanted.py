@@ -88,6 +88,9 @@ class Sizes:
             for value in getattr(self, name):
                 if not isinstance(value, int) or value < 1:
                     raise ValueError(f"{name}={list(getattr(self, name))}: {value!r} is not a positive whole number")
+        for name in ("hidden", "inner", "experts", "experts_per_token", "heads", "kv_heads", "tokens"):
+            if type(getattr(self, name)) is not int:
+                raise TypeError(f"{name}={getattr(self, name)!r} is not a whole number")
         for name in ("hidden", "inner", "experts", "experts_per_token"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not a positive whole number")

@@ -262,11 +262,17 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> AttentionPr
         "causal": False, "softmax_scale": None, "window": (-1, -1), "softcap": 0.0, "alibi_slopes": None, "sinks": None,
     }  # fmt: skip
     settings |= arguments
-    for name in ("impl", "dropout_seed", "deterministic"):
-        settings.pop(name, None)
+    settings.pop("impl", None)
+    check_flag("deterministic", settings.pop("deterministic", False))
+    if isinstance(settings["window"], list):
+        settings["window"] = tuple(settings["window"])
+    seed, layout = settings.pop("dropout_seed", None), settings.get("layout", "bshd")
     settings["need_lse"] = settings.pop("return_lse", False)
-    if settings.get("layout") == "bhsd":
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r} is not one of {', '.join(map(repr, LAYOUTS))}")
+    if layout == "bhsd":
+        q, k, v = (x.transpose(1, 2) if isinstance(x, Tensor) and x.dim() == 4 else x for x in (q, k, v))
+    check_dropout(settings.get("dropout_p", 0.0), seed, q)
     return addressed(described(q, k, v, **settings), Tensors(q, k, v))
 
 
@@ -475,7 +481,9 @@ class Attended(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = attend(*inputs)
+        out, lse = attend(*inputs)
+        # A view that was made in here could not be changed in place outside, though nobody else has its memory.
+        output = (out.data if out._is_view() else out, lse)
         _setup(ctx, inputs, output)
         return output
 
@@ -497,6 +505,8 @@ def _plan_backward(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Calla
     names = tuple(name for name, want in zip(Tensors._fields, wanted, strict=False) if want)
     call = _problem(first, max_q, max_k, causal, softmax_scale, (left, right), softcap, dropout_p=dropout_p)
     call = addressed(call, first)
+    if call.heads == 0:
+        return lambda tensors: [torch.zeros_like(x) if w else None for x, w in zip(tensors, wanted, strict=False)]
     problem = BackwardProblem(call, names, impl, saved=given.lse is not None, deterministic=deterministic)
     gpu = hardware.detect(first.q.device) if first.q.is_cuda else None
     run = serving(BACKWARD_IMPLS, problem, gpu).plan(problem, gpu, first, given)

@@ -133,10 +133,19 @@ def explain(op: str, *tensors: Any, gpu: str | Gpu | None = None, **arguments: A
     if problem is None:
         given = tensors
         if op == "attention_varlen":
-            given, arguments = tensors[:3], dict(zip(RAGGED, tensors[3:], strict=False)) | arguments
+            given, ragged = tensors[:3], dict(zip(RAGGED, tensors[3:], strict=False)) | arguments
+            missing = [name for name in RAGGED[:4] if name not in ragged]
+            if missing or len(tensors) > 3 + len(RAGGED) or "mask" in ragged:
+                about = f"without {', '.join(missing)}" if missing else "with more than it takes"
+                raise TypeError(f"attention_varlen {about}: it takes q, k, v, {', '.join(RAGGED)}, and no mask")
+            arguments = ragged
         problem = problem_of(*given, **arguments)
     elif tensors or arguments:
         raise ValueError("explain takes either tensors with their arguments or a problem")
+    if not isinstance(problem, AttentionProblem):
+        raise TypeError(f"problem must be an AttentionProblem, got {type(problem).__name__}")
+    if gpu is not None and not isinstance(gpu, (str, Gpu)):
+        raise TypeError(f"gpu={gpu!r} must be the name of a GPU or a Gpu")
     if gpu is not None:
         gpu = hardware.lookup(gpu) if isinstance(gpu, str) else gpu
         problem = replace(problem, device="cuda") if tensors else problem

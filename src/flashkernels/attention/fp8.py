@@ -84,8 +84,8 @@ def rotated(x: Tensor, seed: int = 0) -> Tensor:
     size = dim & -dim
     if size < 16:
         raise ValueError(f"head_dim={dim}: a rotation needs a multiple of 16")
-    generator = torch.Generator().manual_seed(seed)
-    signs = (torch.randint(0, 2, (dim,), generator=generator) * 2 - 1).to(x.device)
+    generator = torch.Generator("cpu").manual_seed(seed)  # the same signs on every device
+    signs = (torch.randint(0, 2, (dim,), generator=generator, device="cpu") * 2 - 1).to(x.device)
     turned = (x.float() * signs).unflatten(-1, (dim // size, size))
     for step in (1 << i for i in range(size.bit_length() - 1)):
         pairs = turned.unflatten(-1, (size // (2 * step), 2, step))

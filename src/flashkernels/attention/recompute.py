@@ -35,7 +35,8 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
     """Nothing to prepare."""
 
     def run(tensors: Tensors, given: Given, softmax_scale: float, softcap: float) -> list[Tensor | None]:
-        return backward(problem, tensors, given.grad_out, given.grad_lse, softmax_scale, softcap)
+        with torch.autocast(tensors.q.device.type, enabled=False):  # it would round the products to 16 bits
+            return backward(problem, tensors, given.grad_out, given.grad_lse, softmax_scale, softcap)
 
     return run
 
@@ -95,9 +96,10 @@ def add_gradients(
     s = q @ k.transpose(-1, -2) * scale  # (H, rows, keys)
     if softcap:
         s = softcap * torch.tanh(s / softcap)
-    slope_of_cap = 1 - (s / softcap) ** 2 if softcap else 1.0
     i, j = positions(q.shape[1], k.shape[1], q.device, chunk.first_row, chunk.seq_q)
-    s, _ = hide(s, i, j, *problem.band, slopes, mask)
+    capped = s
+    s, seen = hide(s, i, j, *problem.band, slopes, mask)
+    slope_of_cap = torch.where(seen, 1 - (capped / softcap) ** 2, 0.0) if softcap else 1.0  # of NaN nobody sees, 0
     if tensors.sinks is not None:
         s = torch.cat((s, tensors.sinks.to(dtype)[:, None, None].expand(*s.shape[:2], 1)), -1)
     p, _ = softmax(s)

@@ -17,6 +17,8 @@ from flashkernels.attention.tensors import Run, Tensors, laid_out, lse_dtype, ls
 from flashkernels.attention.validation import SCALED_ROWS
 from flashkernels.hardware import Gpu
 
+FAR = 1 << 62  # a side of a window that no sequence reaches; beside a position it still fits 64 bits
+
 
 def plan(problem: AttentionProblem, gpu: Gpu | None, tensors: Tensors) -> Run:
     """Nothing to prepare: the reference is ready for any call."""
@@ -136,9 +138,9 @@ def hide(
         s = s - alibi_slopes.to(s.dtype)[..., None, None] * (i - j).abs()
     seen = torch.ones_like(i - j, dtype=torch.bool)
     if left >= 0:
-        seen = seen & (j >= i - left)
+        seen = seen & (j >= i - min(left, FAR))
     if right >= 0:
-        seen = seen & (j <= i + right)
+        seen = seen & (j <= i + min(right, FAR))
     if mask is not None and mask.dtype == torch.bool:
         seen = seen & mask
     elif mask is not None:

@@ -13,6 +13,8 @@ from flashkernels.attention.problem import AttentionProblem
 from flashkernels.attention.tensors import Run, Tensors, laid_out
 from flashkernels.hardware import Gpu
 
+FEWEST_KEYS = 16  # a vector of fp32 with AVX-512: the maximum over fewer is made in another way (torch 2.13)
+
 
 def rejects(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
     if problem.device != "cpu":
@@ -37,6 +39,8 @@ def rejects(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
         return "torch's fused CPU attention needs D_v = D"
     if min(problem.batch, problem.seq_q, problem.seq_k, problem.heads) == 0:
         return "an empty problem has nothing to fuse"
+    if problem.seq_k < FEWEST_KEYS:
+        return f"torch's fused CPU attention loses NaN where there are fewer than {FEWEST_KEYS} keys"
     if problem.dtype == "fp8":
         return "torch's fused attention has no FP8"
     if problem.dtype == "fp16":

@@ -27,12 +27,11 @@ def described(
     max_seqlen_q: int = 0, max_seqlen_k: int = 0, need_lse: bool = False, layout: str = "bshd", dropout_p: float = 0.0,
 ) -> AttentionProblem:  # fmt: skip
     """The problem that these tensors pose, dense (B, S, H, D) or ragged (total, H, D); raises where they pose none."""
-    varlen = cu_seqlens_q is not None
+    varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
     paged = block_table is not None
     _check_qkv(q, k, v, 3 if varlen else 4, paged)
     heads, kv_heads = q.shape[-2], k.shape[-2]
     if varlen:
-        assert cu_seqlens_q is not None and cu_seqlens_k is not None
         batch = _check_cu_seqlens(q, cu_seqlens_q, cu_seqlens_k)
         check_count("max_seqlen_q", max_seqlen_q)
         check_count("max_seqlen_k", max_seqlen_k)
@@ -82,7 +81,8 @@ def check_cu_values(name: str, cu_seqlens: Tensor, total: int, longest: int) -> 
 
 def check_pages(block_table: Tensor, cu_seqlens_k: Tensor, pages: int, page_size: int) -> None:
     """The entries of a block table that are used, where they can be read without waiting for a device."""
-    used = torch.arange(block_table.shape[1]) < ((cu_seqlens_k.diff() + page_size - 1) // page_size)[:, None]
+    slots = torch.arange(block_table.shape[1], device=block_table.device)
+    used = slots < ((cu_seqlens_k.diff() + page_size - 1) // page_size)[:, None]
     wrong = (used & ((block_table < 0) | (block_table >= pages))).nonzero()
     if wrong.numel():
         b, slot = wrong[0].tolist()
@@ -129,7 +129,7 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, rank: int, paged: bool = False) 
         raise ValueError(f"heads={heads} of q is not a multiple of kv_heads={kv_heads} of k and v")
 
 
-def _check_cu_seqlens(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> int:
+def _check_cu_seqlens(q: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> int:
     for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(cu, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(cu).__name__}")
@@ -141,6 +141,7 @@ def _check_cu_seqlens(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> 
             raise ValueError(f"{name}.device={cu.device} differs from q.device={q.device}")
         if cu.stride(0) != 1 and cu.shape[0] > 1:
             raise ValueError(f"{name} has stride {cu.stride(0)}; it must be contiguous")
+    assert isinstance(cu_seqlens_q, Tensor) and isinstance(cu_seqlens_k, Tensor)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise ValueError(
             f"cu_seqlens_k has length {cu_seqlens_k.shape[0]}, cu_seqlens_q has {cu_seqlens_q.shape[0]}:"
@@ -232,6 +233,8 @@ def check_dropout(p: float, seed: int | Tensor | None, q: Tensor) -> None:
 def check_extra(name: str, x: Tensor, q: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name}.layout={x.layout}; it must be torch.strided")
     if not x.dtype.is_floating_point:
         raise TypeError(f"{name}.dtype={x.dtype} must be a floating-point type")
     if tuple(x.shape) not in shapes:
@@ -261,6 +264,8 @@ def _check_scale(name: str, scale: Tensor | None, q: Tensor, sizes: tuple[int, i
 def _check_mask(mask: Tensor, q: Tensor, full: tuple[int, ...]) -> None:
     if not isinstance(mask, Tensor):
         raise TypeError(f"mask must be a torch.Tensor, got {type(mask).__name__}")
+    if mask.layout != torch.strided:
+        raise TypeError(f"mask.layout={mask.layout}; it must be torch.strided")
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise TypeError(f"mask.dtype={mask.dtype} must be torch.bool or a floating-point type")
     if mask.device != q.device:

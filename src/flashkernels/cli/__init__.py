@@ -14,7 +14,8 @@ COMMANDS = tuple(module.name for module in pkgutil.iter_modules(__path__))  # cl
 
 
 class Commands(typer.core.TyperGroup):
-    """Loads a command from its file on demand; a refusal (ValueError) becomes one line instead of a traceback."""
+    """Loads a command from its file on demand. A refusal (ValueError), or a file that is not there or cannot be read or
+    written (OSError), becomes one line instead of a traceback."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -29,8 +30,12 @@ class Commands(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except ValueError as error:
-            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        except (ValueError, OSError) as error:
+            if isinstance(error, BrokenPipeError):  # nobody reads on: click ends quietly
+                raise
+            of_file = isinstance(error, OSError) and error.filename
+            words = f"{error.filename}: {error.strerror}" if of_file else str(error)  # type: ignore[union-attr]
+            typer.echo(f"error: {' '.join(words.split())}", err=True)
             raise typer.Exit(2) from error
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _is_any_autocast_enabled as any_autocast
 
 from flashkernels import hardware
 from flashkernels.decode.hopper import tiles as hopper_tiles
@@ -225,6 +226,9 @@ def _launched(
     if call.cu_seqlens_q is not None and not call.q.is_cuda:
         _check_ragged(call, tokens)
     scale = call.q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    if any_autocast():  # which would round the products of torch's plain operations, and says nothing to kernels
+        with torch.autocast(call.q.device.type, enabled=False):
+            return plan(call, scale, softcap)
     return plan(call, scale, softcap)
 
 

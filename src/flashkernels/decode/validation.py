@@ -67,6 +67,8 @@ def _check_q(call: Call, rank: int) -> None:
     q, cache = call.q, call.cache
     if not isinstance(q, Tensor):
         raise TypeError(f"q must be a torch.Tensor, got {type(q).__name__}")
+    if q.layout != torch.strided:
+        raise TypeError(f"q.layout={q.layout}; it must be torch.strided")
     if q.dtype not in DTYPES:
         raise TypeError(f"q.dtype={q.dtype} is not supported; allowed: {', '.join(map(str, DTYPES))}")
     if q.dim() != rank:

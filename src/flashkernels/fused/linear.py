@@ -15,7 +15,7 @@ from flashkernels.dispatch import Impl, lacks_triton, leaves_the_cpu, serving
 from flashkernels.fused.activation import Activation, activated, activation_backward_op
 from flashkernels.fused.norm import NUMERICS, accumulator, check_eps, check_vector, norm_backward_op, norm_op
 from flashkernels.fused.problem import ACTIVATIONS, LinearProblem
-from flashkernels.fused.rows import DTYPES, check_choice, check_rows, gpu_of, nothing, registered
+from flashkernels.fused.rows import DTYPES, check_choice, check_name, check_rows, gpu_of, nothing, registered
 from flashkernels.fused.triton.linear_tiles import LinearTile, forced_tile
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import Plans, Run
@@ -200,6 +200,7 @@ def _call(
         found: Tensor = run(*tensors)[0]
         return found
     _check(*tensors, Linear(*settings, False, impl))  # the same errors as eager
+    check_name("impl", impl)
     saved = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in tensors)
     return linear_op(*tensors, *settings, saved, impl)[0]
 

@@ -13,6 +13,7 @@ from flashkernels.fused.rows import (
     RowProblem,
     check_choice,
     check_like,
+    check_name,
     check_number,
     check_rows,
     gpu_of,
@@ -118,6 +119,7 @@ def _call(
         out, total, scale, _, _ = run(x, weight, bias, residual)
     else:
         _check(x, weight, bias, residual, eps)  # the same errors as eager
+        check_name("impl", impl)
         out, total, scale, _, _ = norm_op(x, weight, bias, residual, centred, eps, rounded, small, impl)
     if quantise is None:
         return out if residual is None else (out, total)

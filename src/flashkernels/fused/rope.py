@@ -103,6 +103,8 @@ def rope_tables(
     """
     _check_tables(max_position, dim, base, scaling, factor, original_max_position)
     _check_bands(low_freq_factor, high_freq_factor, beta_fast, beta_slow, attention_factor)
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype={dtype!r} is not one of {', '.join(map(str, DTYPES))}")
     if scaling == "ntk":
         base = base * factor ** (dim / max(1, dim - 2))
     rates = float(base) ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
@@ -142,6 +144,8 @@ def _check_tables(
             raise TypeError(f"{name}={value!r} must be an int, got {type(value).__name__}")
     if max_position < 0:
         raise ValueError(f"max_position={max_position} must not be negative")
+    if max_position >= 1 << 31:
+        raise ValueError(f"max_position={max_position} is more than {(1 << 31) - 1}")
     if dim < 2 or dim % 2:
         raise ValueError(f"dim={dim} must be even and at least 2")
     check_choice("scaling", scaling, SCALING)
@@ -153,6 +157,8 @@ def _check_tables(
         raise ValueError(f"factor={factor} must be at least 1")
     if original is not None and (isinstance(original, bool) or not isinstance(original, int)):
         raise TypeError(f"original_max_position={original!r} must be an int, got {type(original).__name__}")
+    if original is not None and original >= 1 << 31:
+        raise ValueError(f"original_max_position={original} is more than {(1 << 31) - 1}")
     if scaling in ("yarn", "llama3") and (original is None or original < 1):
         raise ValueError(f"original_max_position={original}: scaling={scaling!r} needs the length of training")
 
@@ -166,6 +172,8 @@ def _check_bands(low: float, high: float, fast: float, slow: float, attention_fa
         check_number(name, turns)
         if turns <= 0:
             raise ValueError(f"{name}={turns} must be positive")
+    if slow >= fast:
+        raise ValueError(f"beta_slow={slow} must be less than beta_fast={fast}")
     if attention_factor is not None:
         check_number("attention_factor", attention_factor)
 
@@ -186,7 +194,7 @@ def _check(
         check_rows(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} has {x.dim()} dimensions, shape {tuple(x.shape)}; expected (B, S, heads, D)")
-        if inplace and any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True)):
+        if inplace and overlaps(x):
             raise ValueError(f"{name} has strides {x.stride()}: in place, elements must not share memory")
     if k.dtype != q.dtype:
         raise TypeError(f"k.dtype={k.dtype} differs from q.dtype={q.dtype}")
@@ -269,6 +277,27 @@ def _dims(x: Tensor) -> tuple[tuple[int, int], ...]:
 def _reach(dims: tuple[tuple[int, int], ...], width: int) -> int:
     """Bytes from the first to the end of the last element."""
     return width + sum((n - 1) * step for n, step in dims) if all(n for n, _ in dims) else 0
+
+
+def overlaps(x: Tensor) -> bool:
+    """Whether two elements of x share memory; of a call that is compiled, whether a step of 0 says so.
+
+    >>> x = torch.zeros(40)
+    >>> overlaps(x.as_strided((3, 4), (2, 1))), overlaps(x.as_strided((3, 4), (4, 1))), overlaps(x[:1].expand(2))
+    (True, False, True)
+    """
+    if torch.compiler.is_compiling():  # comparing sizes would compile anew for each of them
+        return any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True))
+    reach = 0
+    dims = sorted((step, n) for n, step in zip(x.shape, x.stride(), strict=True) if n > 1)
+    for step, n in dims:
+        if step <= reach:  # all steps of those before are shorter: these may lie between them, or on them
+            places = torch.zeros(1, dtype=torch.int64)
+            for s, m in dims:
+                places = (places[:, None] + s * torch.arange(m, device="cpu")).flatten()
+            return places.unique().numel() < places.numel()
+        reach += (n - 1) * step
+    return False
 
 
 def _overlap(a: tuple[tuple[int, int], ...], b: tuple[tuple[int, int], ...], start: int, width: int) -> bool:

@@ -76,6 +76,8 @@ def check_rows(name: str, x: Tensor) -> None:
     """x is a tensor (..., N) of a dtype that row-wise ops take."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name}.layout={x.layout}; it must be torch.strided")
     if x.dtype not in DTYPES:
         raise TypeError(f"{name}.dtype={x.dtype} is not supported; allowed: {', '.join(map(str, DTYPES))}")
     if x.dim() == 0:
@@ -107,7 +109,7 @@ def check_flag(name: str, value: Any) -> None:
 def check_name(name: str, value: Any) -> None:
     """Of what an op's schema takes as a string: torch's own words would name neither argument nor value."""
     if not isinstance(value, str):
-        raise TypeError(f"{name}={value!r} must be a string")
+        raise ValueError(f"{name}={value!r} must be a string")
 
 
 def check_count(name: str, value: Any, least: int = 0) -> None:

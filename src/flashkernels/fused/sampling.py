@@ -247,6 +247,8 @@ def check_impl(impl: Any, impls: Sequence[Impl]) -> None:
 def _check_logits(logits: Tensor) -> None:
     if not isinstance(logits, Tensor):
         raise TypeError(f"logits must be a torch.Tensor, got {type(logits).__name__}")
+    if logits.layout != torch.strided:
+        raise TypeError(f"logits.layout={logits.layout}; it must be torch.strided")
     if logits.dtype not in ALLOWED:
         raise TypeError(f"logits.dtype={logits.dtype} is not supported; allowed: {', '.join(map(str, ALLOWED))}")
     if logits.dim() != 2:
@@ -333,7 +335,8 @@ def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: S
         first_seed, same_offset = numbers[7:]
 
         def column(x: Tensor | None, number: float) -> Tensor:
-            return torch.full((rows,), number, device=device)[:, None] if x is None else x[:, None]
+            dtype = torch.float32 if isinstance(number, float) else torch.int64  # whatever torch's default is
+            return torch.full((rows,), number, dtype=dtype, device=device)[:, None] if x is None else x[:, None]
 
         temperature, top_k, top_p, min_p, *penalties = map(column, settings, numbers[:7])
         top_p = torch.where(top_p < 1, top_p, 1.0)  # NaN too cuts nothing

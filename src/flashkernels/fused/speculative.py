@@ -201,7 +201,7 @@ def plan(problem: RowProblem, gpu: Gpu | None, tensors: tuple[Any, ...], call: A
         parents: Tensor | None, heats: Tensor | None, seeds: Tensor | None, offsets: Tensor | None,
     ) -> Accepted:  # fmt: skip
         rows, device, given = draft_ids.shape[0], draft_ids.device, Numbers(*numbers)
-        heat = torch.full((rows,), given.temperature, device=device) if heats is None else heats
+        heat = torch.full((rows,), given.temperature, dtype=torch.float32, device=device) if heats is None else heats
         seed = torch.arange(rows, device=device) + given.seed if seeds is None else seeds
         offset = torch.full((rows,), given.offset, device=device) if offsets is None else offsets
         return _accepted(draft_ids.long(), _distributions(target, heat, call), draft_probs, parents, seed, offset)

@@ -4,11 +4,10 @@ which train or not."""
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ class Held:
 
     def moved(self) -> str:
         """How it is another tensor now, or nothing."""
-        now = self.get()
+        now = _now(self.get)
         if not isinstance(now, Tensor):
             return f"{self.name} is no tensor any more, but {type(now).__name__}"
         words = []
@@ -66,9 +65,14 @@ class Watch:
 
     def _same(self) -> bool:
         """Whether nothing has changed. False, too, where only a tensor by itself can tell."""
-        if self.alike is None or not all(x.get() is y.get() for x, y in self.twins):
+        if self.alike is None:
             return False
-        now = [x.get() for x in self.each]
+        try:
+            now = [x.get() for x in self.each]
+            if not all(x.get() is y.get() for x, y in self.twins):
+                return False
+        except GONE:
+            return False
         return self.alike(*now) and [x.data_ptr() for x in now] == self.addresses
 
 
@@ -119,13 +123,15 @@ def _walk(x: Any, name: str) -> Iterator[Found]:
     elif isinstance(x, MethodType):
         yield from _object(x.__self__, name)
     elif isinstance(x, FunctionType):
-        function = inspect.unwrap(x)
-        assert isinstance(function, FunctionType)
-        for cell_name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            yield from _place(f"{name}{cell_name}", functools.partial(getattr, cell, "cell_contents", None))
-        used = {key for key in function.__code__.co_names if key in function.__globals__}
-        yield from _items(function.__globals__, name, only=used)
-        yield from _items(dict(enumerate(function.__defaults__ or ())), f"{name}default ")
+        for cell_name, cell in zip(x.__code__.co_freevars, x.__closure__ or (), strict=True):
+            yield from _place(f"{name}{cell_name}", functools.partial(_contents, cell))
+        used = {key for key in _names(x.__code__) if key in x.__globals__}
+        yield from _items(x.__globals__, name, only=used)
+        yield from _items(dict(enumerate(x.__defaults__ or ())), f"{name}default ")
+        yield from _items(x.__kwdefaults__ or {}, f"{name}default ")
+        inner = getattr(x, "__wrapped__", None)  # of a decorator, which has a closure of its own
+        if inner is not None and inner is not x:
+            yield from _walk(inner, name)
     elif callable(x) and not isinstance(x, type):
         yield from _object(x, name)
 
@@ -157,6 +163,31 @@ def _place(name: str, get: Callable[[], Any], deep: bool = True) -> Iterator[Fou
         for key, x in list(value.items()):
             if isinstance(x, Tensor):
                 yield f"{name}[{key!r}]", functools.partial(_inside, get, key), x
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Those that may be globals, also of the functions and comprehensions inside."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+GONE = (LookupError, AttributeError, ValueError)  # raised for what is no longer where it was; the last by empty cells
+
+
+def _now(get: Callable[[], Any]) -> Any:
+    try:
+        return get()
+    except GONE:
+        return None
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
 
 
 def _itself(x: Any) -> Any:

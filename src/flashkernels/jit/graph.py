@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,8 +107,14 @@ class Graph:
         if not callable(function):
             raise TypeError(f"function must be callable, got {type(function).__name__}")
         for name, names in (("batch", batch), ("static", static)):
-            if isinstance(names, str):
+            if isinstance(names, str) or not all_of(str, names):
                 raise TypeError(f"{name}={names!r} must be a list of names")
+        if not all_of(int, buckets):
+            raise TypeError(f"buckets={buckets!r} must be a list of whole numbers")
+        if not all_of(int, (warmup, most)):
+            raise TypeError(f"warmup={warmup!r} and most={most!r} must be whole numbers")
+        if both := sorted({*batch} & {*static}):
+            raise ValueError(f"{both} cannot be both in batch, which is copied and padded, and in static, which is not")
         if list(buckets) != sorted(set(buckets)) or any(size < 1 for size in buckets):
             raise ValueError(f"buckets={list(buckets)} must be positive and ascend")
         if bool(batch) != bool(buckets):
@@ -117,10 +123,12 @@ class Graph:
             raise ValueError(f"warmup={warmup} and most={most} must be at least 1")
         self.function, self.batch, self.buckets, self.static = function, set(batch), tuple(buckets), set(static)
         self.copy, self.warmup, self.most = copy, warmup, most
-        self.names, self.rest = _parameters(function)
-        unknown = (self.batch | self.static) - {*self.names}
-        if unknown and not self.rest:
-            raise ValueError(f"{sorted(unknown)} are no arguments of {self.name}: it has {', '.join(self.names)}")
+        self.parameters = _parameters(function)
+        names = (*self.parameters.names, *self.parameters.named_only, self.parameters.rest)
+        unknown = (self.batch | self.static) - {*names}
+        if unknown and not self.parameters.open:
+            known = ", ".join(filter(None, names))
+            raise ValueError(f"{sorted(unknown)} are no arguments of {self.name}: it has {known}")
         self.captures: dict[tuple[Any, ...], Capture] = {}
         self.modes = Modes()  # as the latest capture found them
         self.lock = threading.RLock()
@@ -277,8 +285,10 @@ class Arguments:
         self.fixed_labels: list[str] = []
         self.modules: list[tuple[str, torch.nn.Module]] = []
         self.owner = owner
-        named = [(owner.names[i] if i < len(owner.names) else f"{owner.rest}[{i}]", x) for i, x in enumerate(arguments)]
-        parts = [self._part(name, x, name in owner.batch, name in owner.static) for name, x in named]
+        known, rest = owner.parameters.names, owner.parameters.rest
+        named = [(name, name, x) for name, x in zip(known, arguments, strict=False)]
+        named += [(f"{rest}[{i}]", rest, x) for i, x in enumerate(arguments[len(known) :])]
+        parts = [self._part(label, x, name in owner.batch, name in owner.static) for label, name, x in named]
         self.parts = parts
         self.named = [
             (name, self._part(name, x, name in owner.batch, name in owner.static)) for name, x in keywords.items()
@@ -462,15 +472,34 @@ def _order(x: Tensor) -> tuple[int, ...]:
     return tuple(sorted(range(x.dim()), key=lambda i: (-strides[i], i)))
 
 
-def _parameters(function: Callable[..., Any]) -> tuple[list[str], str]:
-    """The names of its arguments, and the name of its *args or **kwargs, if it has them."""
+class Parameters(NamedTuple):
+    """What a function calls its arguments."""
+
+    names: list[str]  # of those that come by position
+    named_only: list[str]
+    rest: str  # of all further ones by position: *args
+    open: bool  # whether there may be others, by names that are not known
+
+
+def _parameters(function: Callable[..., Any]) -> Parameters:
     target = function.forward if isinstance(function, torch.nn.Module) else function
     try:
-        parameters = inspect.signature(target).parameters.values()
+        found = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):
-        return [], "argument"
-    rest = [p.name for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return [p.name for p in parameters if p.name not in rest], rest[0] if rest else ""
+        return Parameters([], [], "argument", open=True)
+    kinds = {kind: [p.name for p in found if p.kind == kind] for kind in inspect._ParameterKind}
+    by_place = kinds[inspect.Parameter.POSITIONAL_ONLY] + kinds[inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    rest = "".join(kinds[inspect.Parameter.VAR_POSITIONAL])
+    others = bool(kinds[inspect.Parameter.VAR_KEYWORD])
+    return Parameters(by_place, kinds[inspect.Parameter.KEYWORD_ONLY], rest, others)
+
+
+def all_of(kind: type, values: Any) -> bool:
+    """Whether these are several of that type; True is no whole number."""
+    try:
+        return all(isinstance(x, kind) and not isinstance(x, bool) for x in values)
+    except TypeError:  # one number
+        return False
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

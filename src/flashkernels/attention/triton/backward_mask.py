@@ -55,7 +55,7 @@ def buffer_of(form: Form, problem: AttentionProblem, mask: Tensor) -> Tensor | N
         return mask.new_empty((problem.batch, problem.heads, 1, problem.seq_k), dtype=torch.float32)
     if form == "scores":  # blocks that nobody sees are not walked by
         fresh = torch.empty if problem.band == (-1, -1) else torch.zeros
-        return fresh(mask.shape, dtype=mask.dtype, device=mask.device)
+        return fresh(sizes_of(mask), dtype=mask.dtype, device=mask.device)
     return None
 
 

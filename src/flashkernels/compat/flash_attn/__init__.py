@@ -95,7 +95,7 @@ def flash_attn_func(
     (torch.Size([2, 5, 6, 72]), torch.Size([2, 6, 5]))
     """
     seed = _seed(dropout_p, q)
-    softcap = max(softcap, 0.0)
+    softcap = _cap(softcap)
     found = attention(
         q,
         k,
@@ -161,7 +161,7 @@ def flash_attn_varlen_func(
     torch.Size([7, 4, 40])
     """
     seed = _seed(dropout_p, q)
-    softcap = max(softcap, 0.0)
+    softcap = _cap(softcap)
     if block_table is not None:
         if seed is not None:
             raise UnsupportedError(f"dropout_p={dropout_p}: there is no dropout over pages (block_table)")
@@ -435,7 +435,7 @@ def flash_attn_with_kvcache(
         cache = _from(cache_leftpad, cache, q)
         places = (cache_seqlens[:, None] + torch.arange(added, device=q.device)).int()
     window = tuple(window_size) if isinstance(window_size, list) else window_size
-    cap = max(softcap, 0.0) if isinstance(softcap, (int, float, torch.SymFloat)) else softcap
+    cap = _cap(softcap)
     settings = (rows, causal, softmax_scale, window, cap, return_softmax_lse)
     if k is not None:  # what is wrong is said before anything is written
         described(Call(q, cache, None, alibi_slopes), *settings)
@@ -507,6 +507,11 @@ def _seed(dropout_p: float, q: Tensor) -> Tensor | None:
     """The seed of one call, where it drops anything."""
     check_dropout(dropout_p, None, q)
     return seed_tensor(None, q.device) if dropout_p and isinstance(q, Tensor) else None
+
+
+def _cap(softcap: float) -> float:
+    """What is below 0 turns it off; what is no number is left to the call, which names it."""
+    return max(softcap, 0.0) if isinstance(softcap, (int, float, torch.SymFloat)) else softcap
 
 
 def _unpacked(name: str, packed: Tensor, axes: tuple[str, ...]) -> tuple[Tensor, ...]:

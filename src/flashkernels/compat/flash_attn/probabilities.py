@@ -21,7 +21,8 @@ def signed(
     check_size(batch, heads, seq_q, k.shape[1])
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     left, right = window[0], 0 if causal else window[1]
-    p, _, _ = weights(q.detach(), k.detach(), scale, left, right, softcap, alibi_slopes, None, None)
+    with torch.autocast(q.device.type, enabled=False):
+        p, _, _ = weights(q.detach(), k.detach(), scale, left, right, softcap, alibi_slopes, None, None)
     return torch.where(dropout.kept(seed, dropout_p, range(batch), heads, range(seq_q), k.shape[1]), p, -p).to(q.dtype)
 
 
@@ -41,7 +42,8 @@ def signed_varlen(
         qb, kb = (x.detach()[None, ends[b] : ends[b + 1]] for x, ends in ((q, q_ends), (k, k_ends)))
         slopes = alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
         rows, keys = qb.shape[1], kb.shape[1]
-        p, _, _ = weights(qb, kb, scale, left, right, softcap, slopes, None, None)
+        with torch.autocast(q.device.type, enabled=False):
+            p, _, _ = weights(qb, kb, scale, left, right, softcap, slopes, None, None)
         stay = dropout.kept(seed, dropout_p, range(b, b + 1), heads, range(rows), keys)
         out[b, :, :rows, :keys] = torch.where(stay, p, -p)[0]
     return out
