@@ -71,7 +71,7 @@ def test_a_refusal_is_one_line_and_exit_code_2(command: Callable[[Exception], No
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (FileNotFoundError(2, "No such file or directory", "nope.json"), "error: nope.json: No such file or directory\n"),
+        (FileNotFoundError(2, "No such file", "nope.json"), "error: nope.json: No such file\n"),
         (OSError("disk full"), "error: disk full\n"),
     ],
 )
