@@ -242,7 +242,9 @@ def test_cpu_tensors_are_served_on_the_cpu_without_a_tile() -> None:
 
 
 def test_what_is_explained_is_what_is_served() -> None:
-    q, k, v = tensors(1, 5, 2, 8)
+    few = fk.explain("attention", *tensors(1, 5, 2, 8))
+    assert few.impl == "torch" and "fewer than 16 keys" in str(few)
+    q, k, v = tensors(1, 20, 2, 8)
     sinks = torch.zeros(2)
     assert fk.explain("attention", q, k, v).impl == "sdpa"
     assert fk.explain("attention", q, k, v, sinks=sinks).impl == "torch"

@@ -39,10 +39,10 @@ def rejects(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
         return "torch's fused CPU attention needs D_v = D"
     if min(problem.batch, problem.seq_q, problem.seq_k, problem.heads) == 0:
         return "an empty problem has nothing to fuse"
-    if problem.seq_k < FEWEST_KEYS:
-        return f"torch's fused CPU attention loses NaN where there are fewer than {FEWEST_KEYS} keys"
     if problem.dtype == "fp8":
         return "torch's fused attention has no FP8"
+    if problem.seq_k < FEWEST_KEYS:
+        return f"torch's fused CPU attention loses NaN where there are fewer than {FEWEST_KEYS} keys"
     if problem.dtype == "fp16":
         return "torch's fused CPU attention is slow in fp16"
     return None
