@@ -77,6 +77,12 @@ def verdicts(impls: Sequence[Impl], problem: Any, gpu: Gpu | None) -> list[Verdi
     return [Verdict(impl.name, impl.rejects(problem, gpu) or impl.defers(problem, gpu)) for impl in impls]
 
 
+def check_impl(impl: Any, impls: Sequence[Impl]) -> None:
+    """What is no string would not get through an op's schema to `select`, which names those that it does not know."""
+    if not isinstance(impl, str):
+        raise ValueError(f"impl={impl!r} is not one of 'auto', {', '.join(repr(each.name) for each in impls)}")
+
+
 def select(impls: Sequence[Impl], problem: Any, gpu: Gpu | None, name: str = "auto") -> Impl:
     """The implementation called `name`, or with "auto" the first that does not reject the problem."""
     names = [impl.name for impl in impls]

@@ -357,15 +357,6 @@ def test_rows_hidden_by_a_large_number_have_finite_gradients(dtype: torch.dtype,
     assert all(g.isfinite().all() for g in grads) and (grads[0][:, :10] == 0).all() and (grads[3][:10] == 0).all()
 
 
-@interpreter
-@pytest.mark.parametrize("feature", ["plain", "causal"])
-@pytest.mark.parametrize("shape", [(2, 20, 30), (1, 2, 20, 30)], ids=str)
-def test_a_mask_of_every_score_may_leave_sizes_of_1_away(shape: tuple[int, ...], feature: str) -> None:
-    size = Shape(b=1, sq=20, sk=30, h=2, hkv=1, d=24)
-    features = keywords(feature, size) | {"mask": float_mask(shape, drop=0.2)}
-    check(*qkv(size, torch.float32), impl="triton", also=("mask",), **features)
-
-
 # What runs
 
 

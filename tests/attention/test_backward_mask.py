@@ -305,6 +305,15 @@ def test_compiled_gradients_are_the_eager_ones() -> None:
 # On a GPU
 
 
+@interpreter
+@pytest.mark.parametrize("feature", ["plain", "causal"])
+@pytest.mark.parametrize("shape", [(2, 20, 30), (1, 2, 20, 30)], ids=str)
+def test_a_mask_of_every_score_may_leave_sizes_of_1_away(shape: tuple[int, ...], feature: str) -> None:
+    size = Shape(b=1, sq=20, sk=30, h=2, hkv=1, d=24)
+    features = keywords(feature, size) | {"mask": float_mask(shape, drop=0.2)}
+    check(*qkv(size, torch.float32), impl="triton", also=("mask",), **features)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("pattern", PATTERNS, ids=pattern_id)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_id)

@@ -44,9 +44,8 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_named(name: str) -> None:
-    call, words = BAD[name]
+@pytest.mark.parametrize(("call", "words"), BAD.values(), ids=BAD)
+def test_bad_input_is_named(call: Callable[[], Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         call()
 

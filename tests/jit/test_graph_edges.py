@@ -25,7 +25,7 @@ def in_a_lambda(x: Tensor) -> Tensor:
     return (lambda y: y * WEIGHT)(x)
 
 
-def by_default(x: Tensor, *, w: Tensor = torch.ones(2)) -> Tensor:  # noqa: B008
+def by_default(x: Tensor, *, w: Tensor = WEIGHT) -> Tensor:
     return x * w
 
 

@@ -12,6 +12,7 @@ from torch._C import _is_any_autocast_enabled as any_autocast
 from torch.compiler import is_compiling
 
 from flashkernels import hardware
+from flashkernels.arguments import check_flag
 from flashkernels.attention import aligned, sdpa
 from flashkernels.attention.dropout import seed_tensor
 from flashkernels.attention.hopper import backward_tiles as hopper_backward
@@ -29,7 +30,6 @@ from flashkernels.attention.validation import (
     LAYOUTS,
     check_cu_values,
     check_dropout,
-    check_flag,
     check_pages,
     described,
 )

@@ -134,7 +134,7 @@ def explain(op: str, *tensors: Any, gpu: str | Gpu | None = None, **arguments: A
         given = tensors
         if op == "attention_varlen":
             given, ragged = tensors[:3], dict(zip(RAGGED, tensors[3:], strict=False)) | arguments
-            missing = [name for name in RAGGED[:4] if name not in ragged]
+            missing = [name for name in RAGGED if name not in ragged]
             if missing or len(tensors) > 3 + len(RAGGED) or "mask" in ragged:
                 about = f"without {', '.join(missing)}" if missing else "with more than it takes"
                 raise TypeError(f"attention_varlen {about}: it takes q, k, v, {', '.join(RAGGED)}, and no mask")

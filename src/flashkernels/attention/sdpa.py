@@ -13,7 +13,7 @@ from flashkernels.attention.problem import AttentionProblem
 from flashkernels.attention.tensors import Run, Tensors, laid_out
 from flashkernels.hardware import Gpu
 
-FEWEST_KEYS = 16  # a vector of fp32 with AVX-512: the maximum over fewer is made in another way (torch 2.13)
+FEWEST_KEYS = 16  # a vector of fp32 with AVX-512; fewer take another way (torch 2.13 on a CPU, 2026-11-16)
 
 
 def rejects(problem: AttentionProblem, gpu: Gpu | None) -> str | None:

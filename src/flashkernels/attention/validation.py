@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from flashkernels.arguments import check_count, check_flag, check_strided
 from flashkernels.attention.problem import AttentionProblem
 
 DTYPES = {
@@ -97,8 +98,7 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, rank: int, paged: bool = False) 
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.layout != torch.strided:
-            raise TypeError(f"{name}.layout={x.layout}; it must be torch.strided")
+        check_strided(name, x)
         pages = paged and name != "q"
         want = 4 if pages else rank
         shape = "(pages, page_size, heads, head_dim)" if pages else "(total, heads, head_dim)" if rank == 3 else dense
@@ -166,18 +166,6 @@ def _check_block_table(block_table: Tensor, q: Tensor, batch: int, pages: int) -
         raise ValueError(f"block_table has strides {block_table.stride()}; it must be contiguous")
 
 
-def check_count(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name}={value!r} must be an int, got {type(value).__name__}")
-    if value < 0:
-        raise ValueError(f"{name}={value} must not be negative")
-
-
-def check_flag(name: str, value: bool) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} must be a bool, got {type(value).__name__}")
-
-
 def is_positive(softmax_scale: float | None) -> bool:
     """Whether fp32 has it as a number above 0, and not below its smallest normal one: -inf times 0 would be NaN."""
     return softmax_scale is None or softmax_scale > 2.0**-126
@@ -233,8 +221,7 @@ def check_dropout(p: float, seed: int | Tensor | None, q: Tensor) -> None:
 def check_extra(name: str, x: Tensor, q: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if x.layout != torch.strided:
-        raise TypeError(f"{name}.layout={x.layout}; it must be torch.strided")
+    check_strided(name, x)
     if not x.dtype.is_floating_point:
         raise TypeError(f"{name}.dtype={x.dtype} must be a floating-point type")
     if tuple(x.shape) not in shapes:
@@ -264,8 +251,7 @@ def _check_scale(name: str, scale: Tensor | None, q: Tensor, sizes: tuple[int, i
 def _check_mask(mask: Tensor, q: Tensor, full: tuple[int, ...]) -> None:
     if not isinstance(mask, Tensor):
         raise TypeError(f"mask must be a torch.Tensor, got {type(mask).__name__}")
-    if mask.layout != torch.strided:
-        raise TypeError(f"mask.layout={mask.layout}; it must be torch.strided")
+    check_strided("mask", mask)
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise TypeError(f"mask.dtype={mask.dtype} must be torch.bool or a floating-point type")
     if mask.device != q.device:

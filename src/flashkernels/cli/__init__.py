@@ -30,13 +30,18 @@ class Commands(typer.core.TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (ValueError, OSError) as error:
-            if isinstance(error, BrokenPipeError):  # nobody reads on: click ends quietly
-                raise
-            of_file = isinstance(error, OSError) and error.filename
-            words = f"{error.filename}: {error.strerror}" if of_file else str(error)  # type: ignore[union-attr]
-            typer.echo(f"error: {' '.join(words.split())}", err=True)
-            raise typer.Exit(2) from error
+        except BrokenPipeError:  # nobody reads on: click ends quietly
+            raise
+        except OSError as error:
+            raise refusal(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from error
+        except ValueError as error:
+            raise refusal(str(error)) from error
+
+
+def refusal(words: str) -> typer.Exit:
+    """The end of a command that could not do what was asked, said in one line."""
+    typer.echo(f"error: {' '.join(words.split())}", err=True)
+    return typer.Exit(2)
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False)

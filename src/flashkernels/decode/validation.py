@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashkernels.arguments import check_count, check_flag, check_strided
 from flashkernels.attention.tensors import unaddressable
-from flashkernels.attention.validation import check_count, check_extra, check_flag, check_numbers, is_positive
+from flashkernels.attention.validation import check_extra, check_numbers, is_positive
 from flashkernels.decode.problem import DecodeProblem
 from flashkernels.decode.tensors import Call
 from flashkernels.kvcache.cache import PagedCache
@@ -67,8 +68,7 @@ def _check_q(call: Call, rank: int) -> None:
     q, cache = call.q, call.cache
     if not isinstance(q, Tensor):
         raise TypeError(f"q must be a torch.Tensor, got {type(q).__name__}")
-    if q.layout != torch.strided:
-        raise TypeError(f"q.layout={q.layout}; it must be torch.strided")
+    check_strided("q", q)
     if q.dtype not in DTYPES:
         raise TypeError(f"q.dtype={q.dtype} is not supported; allowed: {', '.join(map(str, DTYPES))}")
     if q.dim() != rank:

@@ -8,17 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashkernels.dispatch import Impl, leaves_the_cpu, serving
-from flashkernels.fused.rows import (
-    RowProblem,
-    check_choice,
-    check_name,
-    check_rows,
-    gpu_of,
-    like,
-    needs_triton,
-    row_problem,
-)
+from flashkernels.dispatch import Impl, check_impl, leaves_the_cpu, serving
+from flashkernels.fused.rows import RowProblem, check_choice, check_rows, gpu_of, like, needs_triton, row_problem
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import Plans, Run
 
@@ -98,7 +89,7 @@ def _call(name: str, x: Tensor, settings: tuple[str, bool, str]) -> Tensor:
         found: Tensor = run(x)
         return found
     _check(name, x, settings[1])  # the same errors as eager
-    check_name("impl", settings[2])
+    check_impl(settings[2], IMPLS)
     return activation_op(x, *settings)
 
 

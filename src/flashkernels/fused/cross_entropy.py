@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashkernels.dispatch import Impl, lacks_triton, leaves_the_cpu, serving
+from flashkernels.dispatch import Impl, check_impl, lacks_triton, leaves_the_cpu, serving
 from flashkernels.fused.linear import as_matrix, check_weight, in_fp32, lowered
 from flashkernels.fused.norm import accumulator
 from flashkernels.fused.problem import LossProblem
-from flashkernels.fused.rows import DTYPES, check_choice, check_name, check_number, check_rows, gpu_of, nothing
+from flashkernels.fused.rows import DTYPES, check_choice, check_number, check_rows, gpu_of, nothing
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import Plans, Run, followed_only
 
@@ -144,7 +144,7 @@ def linear_cross_entropy(
 
 def _checked(logits: Tensor, targets: Tensor, settings: tuple[Any, ...]) -> Loss:
     call = _loss(*settings)
-    check_name("impl", call.impl)
+    check_impl(call.impl, IMPLS)
     check_rows("logits", logits)
     check_targets(targets, logits, "logits")
     return call

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch._C import _is_any_autocast_enabled as any_autocast
 from torch.compiler import is_compiling
 
-from flashkernels.dispatch import Impl, lacks_triton, leaves_the_cpu, serving
+from flashkernels.arguments import check_flag
+from flashkernels.dispatch import Impl, check_impl, lacks_triton, leaves_the_cpu, serving
 from flashkernels.fused.activation import Activation, activated, activation_backward_op
 from flashkernels.fused.norm import NUMERICS, accumulator, check_eps, check_vector, norm_backward_op, norm_op
 from flashkernels.fused.problem import ACTIVATIONS, LinearProblem
-from flashkernels.fused.rows import DTYPES, check_choice, check_name, check_rows, gpu_of, nothing, registered
+from flashkernels.fused.rows import DTYPES, check_choice, check_rows, gpu_of, nothing, registered
 from flashkernels.fused.triton.linear_tiles import LinearTile, forced_tile
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import Plans, Run
@@ -182,8 +183,7 @@ def _name(activation: str | None) -> str:
 
 
 def _flag(interleaved: bool) -> bool:
-    if not isinstance(interleaved, bool):
-        raise TypeError(f"interleaved={interleaved!r} must be a bool, got {type(interleaved).__name__}")
+    check_flag("interleaved", interleaved)
     return interleaved
 
 
@@ -200,7 +200,7 @@ def _call(
         found: Tensor = run(*tensors)[0]
         return found
     _check(*tensors, Linear(*settings, False, impl))  # the same errors as eager
-    check_name("impl", impl)
+    check_impl(impl, IMPLS)
     saved = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in tensors)
     return linear_op(*tensors, *settings, saved, impl)[0]
 

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashkernels.dispatch import Impl, UnsupportedError, leaves_the_cpu, serving
+from flashkernels.dispatch import Impl, UnsupportedError, check_impl, leaves_the_cpu, serving
 from flashkernels.fused.rows import (
     RowProblem,
     check_choice,
     check_like,
-    check_name,
     check_number,
     check_rows,
     gpu_of,
@@ -119,7 +118,7 @@ def _call(
         out, total, scale, _, _ = run(x, weight, bias, residual)
     else:
         _check(x, weight, bias, residual, eps)  # the same errors as eager
-        check_name("impl", impl)
+        check_impl(impl, IMPLS)
         out, total, scale, _, _ = norm_op(x, weight, bias, residual, centred, eps, rounded, small, impl)
     if quantise is None:
         return out if residual is None else (out, total)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashkernels.arguments import check_strided
 from flashkernels.dispatch import lacks_triton
 from flashkernels.hardware import Gpu, detect
 
@@ -76,8 +77,7 @@ def check_rows(name: str, x: Tensor) -> None:
     """x is a tensor (..., N) of a dtype that row-wise ops take."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if x.layout != torch.strided:
-        raise TypeError(f"{name}.layout={x.layout}; it must be torch.strided")
+    check_strided(name, x)
     if x.dtype not in DTYPES:
         raise TypeError(f"{name}.dtype={x.dtype} is not supported; allowed: {', '.join(map(str, DTYPES))}")
     if x.dim() == 0:
@@ -99,22 +99,6 @@ def check_like(name: str, y: Tensor, x: Tensor, of: str = "x") -> None:
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
     if not isinstance(value, (str, int, type(None))) or value not in allowed:  # an array would answer for each number
         raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
-
-
-def check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} must be True or False")
-
-
-def check_name(name: str, value: Any) -> None:
-    """Of what an op's schema takes as a string: torch's own words would name neither argument nor value."""
-    if not isinstance(value, str):
-        raise ValueError(f"{name}={value!r} must be a string")
-
-
-def check_count(name: str, value: Any, least: int = 0) -> None:
-    if (type(value) is not int and not isinstance(value, torch.SymInt)) or value < least:
-        raise ValueError(f"{name}={value!r} must be a whole number of {least} or more")
 
 
 def check_number(name: str, value: Any) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flashkernels.dispatch import Impl, leaves_the_cpu, serving
+from flashkernels.arguments import check_strided
+from flashkernels.dispatch import Impl, check_impl, leaves_the_cpu, serving
 from flashkernels.fused.draws import MOST_TOKENS, draw
 from flashkernels.fused.rows import DTYPES, RowProblem, check_number, gpu_of, needs_triton, row_problem
 from flashkernels.hardware import Gpu
@@ -238,17 +239,10 @@ def check_fp32(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value} does not fit fp32")
 
 
-def check_impl(impl: Any, impls: Sequence[Impl]) -> None:
-    """What is no string would not get as far as `select`, which names those that it does not know."""
-    if not isinstance(impl, str):
-        raise ValueError(f"impl={impl!r} is not one of 'auto', {', '.join(repr(each.name) for each in impls)}")
-
-
 def _check_logits(logits: Tensor) -> None:
     if not isinstance(logits, Tensor):
         raise TypeError(f"logits must be a torch.Tensor, got {type(logits).__name__}")
-    if logits.layout != torch.strided:
-        raise TypeError(f"logits.layout={logits.layout}; it must be torch.strided")
+    check_strided("logits", logits)
     if logits.dtype not in ALLOWED:
         raise TypeError(f"logits.dtype={logits.dtype} is not supported; allowed: {', '.join(map(str, ALLOWED))}")
     if logits.dim() != 2:

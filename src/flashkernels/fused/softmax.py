@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashkernels.dispatch import Impl, leaves_the_cpu, serving
-from flashkernels.fused.rows import RowProblem, check_name, check_rows, gpu_of, needs_triton, row_problem
+from flashkernels.dispatch import Impl, check_impl, leaves_the_cpu, serving
+from flashkernels.fused.rows import RowProblem, check_rows, gpu_of, needs_triton, row_problem
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import Plans, Run
 
@@ -62,7 +62,7 @@ def _call(x: Tensor, settings: tuple[bool, str]) -> Tensor:
         found: Tensor = run(x)
         return found
     check_rows("x", x)  # the same errors as eager
-    check_name("impl", settings[1])
+    check_impl(settings[1], IMPLS)
     return softmax_op(x, *settings)
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashkernels.dispatch import Impl, leaves_the_cpu, serving
+from flashkernels.dispatch import Impl, check_impl, leaves_the_cpu, serving
 from flashkernels.fused.draws import ACCEPT, MOST_TOKENS, NEW_SEGMENT, NEW_TOKEN, draw, first_largest, uniform, words
 from flashkernels.fused.rows import RowProblem, gpu_of, needs_triton, row_problem
 from flashkernels.fused.sampling import (
@@ -17,7 +17,6 @@ from flashkernels.fused.sampling import (
     MOST_FP32,
     MOST_NUMBER,
     check_fp32,
-    check_impl,
     check_tensor,
     row_or_number,
 )

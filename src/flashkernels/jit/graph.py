@@ -487,11 +487,10 @@ def _parameters(function: Callable[..., Any]) -> Parameters:
         found = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):
         return Parameters([], [], "argument", open=True)
-    kinds = {kind: [p.name for p in found if p.kind == kind] for kind in inspect._ParameterKind}
-    by_place = kinds[inspect.Parameter.POSITIONAL_ONLY] + kinds[inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    rest = "".join(kinds[inspect.Parameter.VAR_POSITIONAL])
-    others = bool(kinds[inspect.Parameter.VAR_KEYWORD])
-    return Parameters(by_place, kinds[inspect.Parameter.KEYWORD_ONLY], rest, others)
+    by_place = [p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = next((p.name for p in found if p.kind == p.VAR_POSITIONAL), "")
+    named_only = [p.name for p in found if p.kind == p.KEYWORD_ONLY]
+    return Parameters(by_place, named_only, rest, open=any(p.kind == p.VAR_KEYWORD for p in found))
 
 
 def all_of(kind: type, values: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashkernels.arguments import check_flag
 from flashkernels.dispatch import Impl, UnsupportedError, lacks_triton, leaves_the_cpu, serving
 from flashkernels.formats import encode
 from flashkernels.fused.rope import rope
@@ -136,8 +137,7 @@ def _check(
             raise ValueError(f"{name}.device={other.device} differs from k.device={k.device}")
     if rotary_dim is not None and (isinstance(rotary_dim, bool) or not isinstance(rotary_dim, (int, torch.SymInt))):
         raise TypeError(f"rotary_dim={rotary_dim!r} must be an int, got {type(rotary_dim).__name__}")
-    if not isinstance(interleaved, bool):
-        raise TypeError(f"interleaved={interleaved!r} must be a bool, got {type(interleaved).__name__}")
+    check_flag("interleaved", interleaved)
     if cu_seqlens is not None:
         if cu_seqlens.dtype != torch.int32 or tuple(cu_seqlens.shape) != (cache.batch + 1,):
             got = f"{tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flashkernels import hardware
+from flashkernels.arguments import check_count
 from flashkernels.dispatch import Verdict, select, verdicts
-from flashkernels.fused.rows import DTYPES, check_choice, check_count
+from flashkernels.fused.rows import DTYPES, check_choice
 from flashkernels.hardware import Gpu
 from flashkernels.moe import cost, gemm, route
 from flashkernels.moe.hopper import gemm_tiles as hopper

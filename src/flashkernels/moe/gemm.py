@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashkernels.dispatch import Impl, UnsupportedError, lacks_triton, leaves_the_cpu, select, serving
+from flashkernels.arguments import check_flag
+from flashkernels.dispatch import Impl, UnsupportedError, check_impl, lacks_triton, leaves_the_cpu, select, serving
 from flashkernels.fused.linear import lowered
-from flashkernels.fused.rows import DTYPES, check_choice, check_flag, check_name, check_number, gpu_of, nothing
+from flashkernels.fused.rows import DTYPES, check_choice, check_number, gpu_of, nothing
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import MOST_PLANS, Plans, Run, placed, unwatched
 from flashkernels.moe import reference
@@ -167,7 +168,8 @@ def _call(
         raise ValueError(f"x has shape {tuple(x.shape)}; expected (rows, k)")
     weights, group, depth = ("", 0, x.shape[1])
     if isinstance(w, Quantised):
-        check_quantised("w", w)
+        if len(w.shape) != 3:
+            check_quantised("w", w)  # which says so; all else `_check` asks, of each kind of call once
         weights, group, depth = w.format, w.group, w.shape[2]
     small = weights in ROUNDED and x.dtype not in DTYPES
     if not small and x.dtype not in DTYPES:
@@ -202,7 +204,7 @@ def _check(tensors: tuple[Any, ...], call: Gemm) -> None:
             raise TypeError(f"{name}.dtype={y.dtype} is not one of {', '.join(map(str, DTYPES))}")
     check_flag("gather", call.gather)
     check_flag("interleaved", call.interleaved)
-    check_name("impl", call.impl)
+    check_impl(call.impl, IMPLS)
     _check_scale(x, x_scale, call)
     if call.weights:
         _check_weights(w, w_scale, call)
@@ -253,6 +255,9 @@ def _check_weights(w: Tensor, scale: Tensor, call: Gemm) -> None:
     if w.shape[2] != columns or w.dtype != dtype:
         about = f"expected {(w.shape[0], n, columns)} of {dtype}"
         raise ValueError(f"w.data has shape {tuple(w.shape)} of {w.dtype}; {about} for w.format={form!r}")
+    if not isinstance(scale, Tensor) or not scale.is_floating_point():
+        got = getattr(scale, "dtype", type(scale).__name__)
+        raise TypeError(f"w.scale must be a floating-point tensor, got {got}")
     if scale.shape != scales:
         raise ValueError(f"w.scale has shape {tuple(scale.shape)}; expected {scales} for w.format={form!r}")
     if scale.device != w.device:

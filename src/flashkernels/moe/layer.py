@@ -10,9 +10,10 @@ from torch._C import _is_any_autocast_enabled as any_autocast
 from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
+from flashkernels.arguments import check_count
 from flashkernels.fused import activation as fused
 from flashkernels.fused.linear import lowered
-from flashkernels.fused.rows import DTYPES, check_choice, check_count
+from flashkernels.fused.rows import DTYPES, check_choice
 from flashkernels.moe import reference
 from flashkernels.moe.combine import Combine, combined
 from flashkernels.moe.gemm import ALPHA, LIMIT, forced_tile, product
@@ -167,7 +168,8 @@ def _check_given(
 def _stored(name: str, w: Tensor | Quantised) -> tuple[Tensor, Tensor | None, tuple[str, int, int]]:
     """Weights, their scales, and format, group and depth."""
     if isinstance(w, Quantised):
-        check_quantised(name, w)
+        if len(w.shape) != 3:
+            check_quantised(name, w)  # which says so; all else the product asks, of each kind of call once
         return w.data, w.scale, (w.format, w.group, w.shape[2])
     if not isinstance(w, Tensor) or w.dim() != 3:
         got = tuple(w.shape) if isinstance(w, Tensor) else type(w).__name__

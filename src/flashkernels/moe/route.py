@@ -7,16 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashkernels.dispatch import Impl, lacks_triton, leaves_the_cpu, serving
-from flashkernels.fused.rows import (
-    DTYPES,
-    check_choice,
-    check_count,
-    check_flag,
-    check_name,
-    check_number,
-    gpu_of,
-)  # fmt: skip
+from flashkernels.arguments import check_count, check_flag
+from flashkernels.dispatch import Impl, check_impl, lacks_triton, leaves_the_cpu, serving
+from flashkernels.fused.rows import DTYPES, check_choice, check_number, gpu_of
 from flashkernels.hardware import Gpu
 from flashkernels.jit.eager import Plans, Run, unwatched
 from flashkernels.moe import reference
@@ -266,7 +259,7 @@ def _check(logits: Tensor, bias: Tensor | None, used: Tensor | None, call: Call)
         raise ValueError(f"k={call.k} experts are more than top_groups={call.top_groups} groups have")
     check_number("scale", call.scale)
     check_flag("renormalise", call.renormalise)
-    check_name("impl", call.impl)
+    check_impl(call.impl, IMPLS)
     if bias is not None:
         if not isinstance(bias, Tensor) or bias.dtype not in DTYPES:
             raise TypeError(f"bias must be a floating-point tensor, got {_described(bias)}")

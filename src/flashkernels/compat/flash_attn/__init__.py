@@ -28,9 +28,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashkernels.arguments import check_count, check_flag
 from flashkernels.attention.api import attention, attention_varlen
 from flashkernels.attention.dropout import seed_tensor
-from flashkernels.attention.validation import check_count, check_dropout, check_flag
+from flashkernels.attention.validation import check_dropout
 from flashkernels.compat.flash_attn.probabilities import signed, signed_varlen
 from flashkernels.decode.api import refuse_gradients, run
 from flashkernels.decode.tensors import Call
