@@ -28,6 +28,7 @@ from flashkernels.moe.weights import (
     WORDS,
     Quantised,
     check_quantised,
+    check_scale,
     dequantise,
 )  # fmt: skip
 from flashkernels.tiling import override
@@ -255,9 +256,7 @@ def _check_weights(w: Tensor, scale: Tensor, call: Gemm) -> None:
     if w.shape[2] != columns or w.dtype != dtype:
         about = f"expected {(w.shape[0], n, columns)} of {dtype}"
         raise ValueError(f"w.data has shape {tuple(w.shape)} of {w.dtype}; {about} for w.format={form!r}")
-    if not isinstance(scale, Tensor) or not scale.is_floating_point():
-        got = getattr(scale, "dtype", type(scale).__name__)
-        raise TypeError(f"w.scale must be a floating-point tensor, got {got}")
+    check_scale("w", scale)
     if scale.shape != scales:
         raise ValueError(f"w.scale has shape {tuple(scale.shape)}; expected {scales} for w.format={form!r}")
     if scale.device != w.device:

@@ -98,16 +98,21 @@ def dequantise(w: Quantised) -> Tensor:
     return w.data.float() * scale[..., None]
 
 
+def check_scale(name: str, scale: Tensor) -> None:
+    if not isinstance(scale, Tensor):
+        raise TypeError(f"{name}.scale must be a torch.Tensor, got {type(scale).__name__}")
+    if not scale.is_floating_point():
+        raise TypeError(f"{name}.scale.dtype={scale.dtype} is no floating-point type")
+
+
 def check_quantised(name: str, w: Quantised) -> None:
     """That its parts are what they are called; a product also asks whether their sizes fit its format."""
     if not isinstance(w, Quantised):
         raise TypeError(f"{name} must be a flashkernels.moe.Quantised, got {type(w).__name__}")
     check_choice(f"{name}.format", w.format, tuple(FORMATS))
-    for part, x in (("data", w.data), ("scale", w.scale)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}.{part} must be a torch.Tensor, got {type(x).__name__}")
-    if not w.scale.is_floating_point():
-        raise TypeError(f"{name}.scale.dtype={w.scale.dtype} is no floating-point type")
+    if not isinstance(w.data, Tensor):
+        raise TypeError(f"{name}.data must be a torch.Tensor, got {type(w.data).__name__}")
+    check_scale(name, w.scale)
     if w.data.dim() != 3 or len(w.shape) != 3 or tuple(w.shape[:2]) != tuple(w.data.shape[:2]):
         about = f"{name}.data, {tuple(w.data.shape)}"
         raise ValueError(f"{name}.shape={tuple(w.shape)} must be (experts, n, k), the first two those of {about}")
