@@ -176,8 +176,9 @@ def test_mask_of_any_strides() -> None:
 
 def test_auto_takes_the_best_kernel_of_this_gpu() -> None:
     best = "hopper" if capability() == (9, 0) else "triton"
-    for inputs in (cuda(LARGE), cuda(LARGE.but(d=33)), cuda(LARGE, torch.float32)):
-        named = best if inputs[0].shape[-1] == 72 and inputs[0].dtype == torch.bfloat16 else "triton"
+    every = ((cuda(LARGE), best), (cuda(LARGE.but(d=33)), "aligned"), (cuda(LARGE, torch.float32), "triton"))
+    for inputs, named in every:
+        assert fk.explain("attention", *inputs, causal=True).impl == named
         assert torch.equal(fk.attention(*inputs, causal=True), fk.attention(*inputs, causal=True, impl=named))
 
 

@@ -64,7 +64,7 @@ def unaddressable(x: Tensor) -> str:
     if x.stride(-1) != 1 and x.shape[-1] != 1:
         return f"its last dimension has stride {x.stride(-1)}, not 1"
     if any(step <= 0 or step % 16 for step in steps):
-        return f"its strides {x.stride()} are not all multiples of 16 bytes"
+        return f"its strides {x.stride()} are not all multiples of 16 bytes above 0"
     return ""
 
 
