@@ -56,6 +56,9 @@ SMALL = Shape(b=1, sq=35, sk=50, h=2, hkv=1, d=16)
 SIDES = ("alibi_slopes", "sinks")
 
 
+FORMS: tuple[dict[str, bool], ...] = (
+    {}, {"late": True}, {"apart": True}, {"turned": True}, {"turned": True, "apart": True},
+)  # fmt: skip
 each_form = pytest.mark.parametrize("adds", [False, True], ids=["two passes", "sums"])
 
 
@@ -69,13 +72,13 @@ def sides(features: dict[str, Any], adds: bool = False) -> tuple[str, ...]:
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Small blocks, so that small inputs have an interior, an edge and a ragged end."""
 
-    def use(block_m: int, block_n: int, adds: bool = False, late: bool = False, apart: bool = False) -> None:
+    def use(block_m: int, block_n: int, adds: bool = False, apart: bool = False, **form: bool) -> None:
         def choose(problem: BackwardProblem, gpu: Any, by_tma: bool = True) -> backward_tiles.BackwardTiles:
             adding = adds and by_tma
             parts, parts_v = map(backward_tiles.in_two, (problem.call.head_dim, problem.call.head_dim_v))
-            tile = Tile("exact", block_m, block_n, parts, parts_v, 4, 1, tma=adding, late=adding and late)
-            dmask = replace(tile, tma=False, late=False)
-            dv = replace(tile, block_n=2 * block_n, late=False) if adding and apart else None
+            plain = Tile("exact", block_m, block_n, parts, parts_v, 4, 1, tma=adding)
+            tile, dmask = replace(plain, **(form if adding else {})), replace(plain, tma=False)
+            dv = replace(plain, block_m=2 * block_m, block_n=2 * block_n) if adding and apart else None
             return backward_tiles.BackwardTiles(tile, None if adding else tile, dmask, dv)
 
         monkeypatch.setattr(backward_tiles, "choose", choose)
@@ -126,7 +129,7 @@ def test_walk_of_many_blocks(blocks: tuple[int, int], feature: str, sizes: tuple
 @interpreter
 @pytest.mark.parametrize("feature", ["plain", "causal", "window", "left+softcap+alibi+sinks", "floatmask+causal"])
 @pytest.mark.parametrize("sizes", [(45, 60), (60, 30)], ids=str)
-@pytest.mark.parametrize("form", [{}, {"late": True}, {"apart": True}], ids=["at once", "late", "dV apart"])
+@pytest.mark.parametrize("form", FORMS, ids=["-".join(form) or "at once" for form in FORMS])
 def test_walk_that_adds_up_dq(feature: str, sizes: tuple[int, int], form: dict[str, bool], small_tiles: Any) -> None:
     small_tiles(*((16, 32) if sizes[0] < sizes[1] else (32, 16)), adds=True, **form)
     shape = Shape(b=1, sq=sizes[0], sk=sizes[1], h=2, hkv=1, d=24, dv=16)
@@ -301,14 +304,14 @@ def test_any_strides_of_the_inputs_and_of_the_gradient(change: Any) -> None:
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [NAN, INF], ids=str)
 @pytest.mark.parametrize("kind", ["bool", "float", "window", "softcap"])
-@each_form
+@pytest.mark.parametrize("form", [None, {}, {"turned": True}], ids=["two passes", "sums", "turned"])
 def test_poison_that_nobody_sees_reaches_no_gradient(
-    kind: str, value: float, which: str, adds: bool, small_tiles: Any
+    kind: str, value: float, which: str, form: dict[str, bool] | None, small_tiles: Any
 ) -> None:
     """Keys from 30 on are hidden from all rows, and rows up to 10 see nothing."""
-    if adds:
-        small_tiles(16, 16, adds)
-    q, k, v = qkv(SMALL.but(sq=50), torch.float16 if adds else torch.float32)
+    if form is not None:
+        small_tiles(16, 16, adds=True, **form)
+    q, k, v = qkv(SMALL.but(sq=50), torch.float32 if form is None else torch.float16)
     keep = torch.ones(50, 50, dtype=torch.bool)
     keep[:, 30:] = keep[:10] = False
     mask = keep if kind == "bool" else torch.zeros(50, 50).masked_fill(~keep, -INF)

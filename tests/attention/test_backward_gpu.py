@@ -76,7 +76,7 @@ def test_pair_of_features(both: str) -> None:
     check(*cuda(shape), impl="triton", also=sides(features), **features)
 
 
-@pytest.mark.parametrize("dim", [64, 72, 96, 128, 192])
+@pytest.mark.parametrize("dim", [64, 72, 96, 128, 192, 256])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_what_weights_are_multiplied_by_has_the_range_of_bf16(impl: str, causal: bool, dim: int) -> None:
@@ -153,6 +153,26 @@ def test_hidden_poison() -> None:
     got = gradients(fk.attention(*dirty, mask=mask, return_lse=True, impl="triton"), dirty)
     assert_same_gradients(got, *want, torch.bfloat16)
     assert (got[0][:, :50] == 0).all() and all((g[:, 300:] == 0).all() for g in got[1:])
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 216, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+def test_poison_that_a_window_hides(dim: int, dtype: torch.dtype) -> None:
+    """In one pass: of keys that no row sees, and of rows that see no key."""
+    q, k, v = cuda(LARGE.but(sq=1000, sk=700, d=dim), dtype)
+    features = {"window": (100, 0)}  # the first 299 rows are before all keys, the last 700 see all of them
+    want = expected((q, k, v), features=features)
+    q[:, :290] = NAN
+    dirty = leaves(q, k, v)
+    got = gradients(fk.attention(*dirty, return_lse=True, impl="triton", **features), dirty)
+    assert_same_gradients(got, *want, dtype)
+    q, k, v = cuda(LARGE.but(d=dim), dtype)  # the first row sees keys 200 to 300
+    want = expected((q, k, v), features=features)
+    k[:, :190], v[:, :190] = NAN, INF
+    dirty = leaves(q, k, v)
+    got = gradients(fk.attention(*dirty, return_lse=True, impl="triton", **features), dirty)
+    assert_same_gradients(got, *want, dtype)
+    assert (got[0][:, :1] != 0).any() and all((g[:, :190] == 0).all() for g in got[1:])
 
 
 def test_memory_grows_with_the_sequence_not_with_its_square() -> None:

@@ -166,7 +166,10 @@ def test_dropout_runs_the_generator_once_for_four_weights(name: str) -> None:
         pytest.param(192, {}, id="192"),
         pytest.param(192, {"causal": True}, id="192-causal"),
         pytest.param(192, {"causal": True, "dropout_p": 0.1}, id="192-dropout"),
+        pytest.param(200, {}, id="200"),
         pytest.param(256, {"causal": True}, id="256-causal"),
+        pytest.param(256, {"dtype": "fp16", "alibi": True}, id="256-fp16-alibi"),
+        pytest.param(256, EVERYTHING, id="256-everything"),
     ],
 )
 def test_additions_of_dq_are_of_four_numbers_and_bypass_shared_memory(
@@ -181,7 +184,7 @@ def test_additions_of_dq_are_of_four_numbers_and_bypass_shared_memory(
     # out of registers, ptxas waits for every instruction
     assert waits(loop) <= 6 < len(matrix(loop))
     added = [line for line in loop if " RED" in line or " ATOM" in line]
-    squares = 64 // 16 * -(-head_dim // 8)
+    squares = tile.block_m // 16 * -(-head_dim // 8)
     assert all("ADD.F32x4" in line for line in added) and squares <= tile.warps * len(added) <= 1.5 * squares
     packed = not {"softcap", "dropout_p", "dtype"} & {*features}
     assert any("HMUL2.BF16" in line for line in loop) == packed
@@ -202,10 +205,10 @@ def test_the_row_kernel_does_not_spill(gpu: Gpu) -> None:
     assert compile_rows(replace(LARGE, head_dim_v=512), gpu).spills == 0
 
 
-@pytest.mark.parametrize("head_dim", [72, 128])
+@pytest.mark.parametrize("head_dim", [72, 128, 256])
 def test_the_kernel_of_sums_does_not_spill(head_dim: int) -> None:
     problem = replace(LARGE, head_dim=head_dim, head_dim_v=head_dim)
-    assert compile_sums(chosen("adding", problem, lookup("h200")), problem, lookup("h200")).spills == 0
+    assert compile_sums(chosen(adding(head_dim), problem, lookup("h200")), problem, lookup("h200")).spills == 0
 
 
 @pytest.mark.slow

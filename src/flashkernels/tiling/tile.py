@@ -40,13 +40,14 @@ class Tile:
     lazy: bool = False  # the maximum of a row's last keys serves for all of them, and overflow is caught
     early: bool = False  # with `lazy`: the first part of the next scores is computed beside the exponentials of these
     late: bool = False  # of a backward: what a block adds to dQ is added in the next one
+    turned: bool = False  # of a backward: dQ of a block is made on its side, columns by rows
 
     @property
     def name(self) -> str:
         d, v = ("+".join(map(str, parts)) for parts in (self.parts, self.parts_v))
         loads = "tma" if self.tma else "pointer"
         cap = f"-r{self.registers}" if self.registers else ""
-        how = "-lazy" * self.lazy + "-early" * self.early + "-late" * self.late
+        how = "-lazy" * self.lazy + "-early" * self.early + "-late" * self.late + "-turned" * self.turned
         blocks = f"{self.block_m}x{self.block_n}"
         return f"{self.strategy}-{blocks}-d{d}-v{v}-w{self.warps}-s{self.stages}-{loads}{cap}{how}"
 

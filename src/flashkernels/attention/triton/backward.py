@@ -18,6 +18,7 @@ registers are short (`dkdv_kernel`), the other way round. See `README.md` beside
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from flashkernels.attention.triton.backward_keys import dkdv_kernel
 from flashkernels.attention.triton.backward_mask import SharedPass, buffer_of, form_of, summed, sums_of_rows
 from flashkernels.attention.triton.backward_queries import dq_kernel
 from flashkernels.attention.triton.backward_rows import rows_kernel
-from flashkernels.attention.triton.backward_sums import sums_kernel
+from flashkernels.attention.triton.backward_sums import sums_kernel, sums_of_row
 from flashkernels.attention.triton.forward import FAR, boxes_of, descriptors, heads_per_section
 from flashkernels.attention.triton.parts import LOG2E
 from flashkernels.hardware import GPUS, Gpu
@@ -90,9 +91,7 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
     heads_k, heads_q = call.batch * call.kv_heads, call.batch * call.heads
     section = heads_per_section(call)
     section_k = -(-(heads_summed_together(call) if adds else section) // group)
-    box_rows = tile.block_m if tile.tma else 0
-    q_boxes, do_boxes = boxes_of(q, tile.parts, box_rows)[:2], boxes_of(grad_out, tile.parts_v, box_rows)[:2]
-    row_box = ((batch * call.heads * rows,), (1,), [tile.block_m]) if rows_by_box(call, tile) else None
+    boxes, dv_boxes = (_boxes(call, x, q, grad_out, batch * call.heads * rows) for x in (tile, tiles.dv or tile))
 
     inputs = (*strides_of(q), *strides_of(k), *strides_of(v), *strides_of(grad_out))
     full = (call.batch, call.heads, call.seq_q, call.seq_k)
@@ -145,14 +144,14 @@ def plan(problem: BackwardProblem, gpu: Gpu | None, tensors: Tensors, given: Giv
         dmask = None if mask is None else buffer_of(form, call, mask)
         if want_dkdv and heads_k * dkdv_blocks:
             of_mask = (dmask, None) if form == "scores" else (None, dmask)
-            boxes = (*descriptors(q, q_boxes), *descriptors(grad_out, do_boxes),
-                     *(None if row_box is None else Descriptor(x, *row_box) for x in (level, delta)))  # fmt: skip
-            rest = (mask, slopes, cu_q, cu_k, seed, *boxes)
+            rest = (mask, slopes, cu_q, cu_k, seed)
             dk, dv = grads[1:3]
-            if tiles.dv is not None and dv is not None:  # of as many rows at a time: the boxes are the same
-                dv_launcher(heads_k * dv_blocks, (*stats, None, dv, *[None] * 3, *rest), (*dv_numbers, *numbers))
+            if tiles.dv is not None and dv is not None:
+                pointers = (*stats, None, dv, *[None] * 3, *rest, *dv_boxes(q, grad_out, level, delta))
+                dv_launcher(heads_k * dv_blocks, pointers, (*dv_numbers, *numbers))
                 dv = None
-            dkdv_launcher(heads_k * dkdv_blocks, (*stats, dk, dv, sums, *of_mask, *rest), (*dkdv_numbers, *numbers))
+            pointers = (*stats, dk, dv, sums, *of_mask, *rest, *boxes(q, grad_out, level, delta))
+            dkdv_launcher(heads_k * dkdv_blocks, pointers, (*dkdv_numbers, *numbers))
         if sums is not None and heads_q * sums_blocks:
             sums_launcher(heads_q * sums_blocks, (sums, grads[0], cu_q), (*sums_numbers, softmax_scale))
         grads.append(None if dslope is None or slopes is None else _slopes_gradient(dslope, slopes))
@@ -185,6 +184,21 @@ def rows_by_box(problem: AttentionProblem, tile: Tile) -> bool:
     return tile.tma and not problem.varlen and problem.seq_q % 4 == 0
 
 
+def _boxes(
+    problem: AttentionProblem, tile: Tile, q: Tensor, grad_out: Tensor, rows: int
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Descriptor | None, ...]]:
+    """What makes the descriptors of the pass over keys, of Q and dO and of level and delta, of `rows` in all heads."""
+    box_rows = tile.block_m if tile.tma else 0
+    q_boxes, do_boxes = boxes_of(q, tile.parts, box_rows)[:2], boxes_of(grad_out, tile.parts_v, box_rows)[:2]
+    row_box = ((rows,), (1,), [tile.block_m]) if rows_by_box(problem, tile) else None
+
+    def made(q: Tensor, grad_out: Tensor, *of_rows: Tensor) -> tuple[Descriptor | None, ...]:
+        by_row = (None if row_box is None else Descriptor(x, *row_box) for x in of_rows)
+        return (*descriptors(q, q_boxes), *descriptors(grad_out, do_boxes), *by_row)
+
+    return made
+
+
 def unit_of(problem: AttentionProblem) -> float:
     """What logits are multiplied by: log2(e) saves a multiplication of each; fp32 has no digits to lose by it."""
     return LOG2E.value if problem.element_bytes == 2 else 1.0
@@ -202,7 +216,7 @@ def constants(problem: AttentionProblem, tile: Tile) -> dict[str, Any]:
 
 
 def dkdv_constants(problem: AttentionProblem, tile: Tile) -> dict[str, Any]:
-    return constants(problem, tile) | {"LATE": tile.late}
+    return constants(problem, tile) | {"LATE": tile.late, "TURNED": tile.turned}
 
 
 def rows_constants(problem: AttentionProblem) -> dict[str, Any]:
@@ -213,12 +227,12 @@ def rows_constants(problem: AttentionProblem) -> dict[str, Any]:
 
 def sums_constants(problem: AttentionProblem, tile: Tile) -> dict[str, Any]:
     width = max(16, triton.next_power_of_2(problem.head_dim))
-    return {"DIM": problem.head_dim, "WIDTH": width, "BLOCK": tile.block_m}
+    return {"DIM": problem.head_dim, "WIDTH": width, "BLOCK": tile.block_m, "TURNED": tile.turned}
 
 
 def sums_block(problem: AttentionProblem, tile: Tile) -> int:
     """How many sums a block of rows has: of all columns of its squares."""
-    return tile.block_m * (-(-problem.head_dim // 8) * 8)
+    return tile.block_m * sums_of_row(problem.head_dim, tile.turned)
 
 
 def _contiguous(x: Tensor) -> tuple[int, int, int]:

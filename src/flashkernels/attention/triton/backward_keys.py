@@ -8,13 +8,19 @@ import triton.language as tl
 from flashkernels.attention.triton.backward_parts import (
     empty,
     finite,
+    has_spoiled,
     load_rows,
     logit_gradient,
     packed_gradient,
     place,
     weights,
 )
-from flashkernels.attention.triton.backward_sums import add_parts, first_sum, products
+from flashkernels.attention.triton.backward_sums import (
+    add_parts,
+    first_sum,
+    products,
+    products_by_rows,
+)
 from flashkernels.attention.triton.backward_tiles import ADDING, ROOMY
 from flashkernels.attention.triton.dropout import kept
 from flashkernels.attention.triton.parts import accumulate, keep_rows, load_parts, scores, split_block, store_parts
@@ -46,6 +52,7 @@ def dkdv_step(
     BLOCK_N: tl.constexpr, HIDING: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, VARLEN: tl.constexpr,
     TMA: tl.constexpr, WANT_K: tl.constexpr, WANT_V: tl.constexpr, WANT_COLUMN: tl.constexpr, LATE: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """Adds what BLOCK_M query rows from `m` on give to dK and dV, and (with sums) what they get in dQ. Of the mask's
     gradient it adds to `column`, the sum of each key's dS, or stores the block of dS.
@@ -57,7 +64,8 @@ def dkdv_step(
     product of dK runs under each (H200, 2026-11-16, D=72: 4 % faster, under a causal mask 1 %).
     """
     tma_batch, tma_row, tma_head, first = origin
-    SPLIT: tl.constexpr = sums_ptr is not None and WANT_K and len(PARTS) == 2 and BLOCK_N <= 64 and not (LATE or HIDING)
+    SPLIT: tl.constexpr = (sums_ptr is not None and WANT_K and len(PARTS) == 2 and (BLOCK_N <= 64 or TURNED)
+                           and not (LATE or HIDING))  # fmt: skip
     WANT_DS: tl.constexpr = WANT_K or WANT_COLUMN or sums_ptr is not None or dmask_ptr is not None
     # in one pass, which is bound by instructions, and where P and dS are used as they come
     PACKED: tl.constexpr = (sums_ptr is not None and drop is None and not (HIDING or SOFTCAP)
@@ -77,7 +85,7 @@ def dkdv_step(
         level = load_rows(level_ptr, descs[2], first + m, offs_m, seq_q, HIDING)
     raw = scores(k, q, PRECISION)
     if LATE and not HIDING:
-        add_parts(sums_ptr, dq, tl.maximum(m - BLOCK_M, full), 0, DIM, PARTS, BLOCK_M)
+        add_parts(sums_ptr, dq, tl.maximum(m - BLOCK_M, full), 0, DIM, PARTS, BLOCK_M, TURNED)
     p, t = weights(
         raw, level[None, :], offs_m[None, :], offs_n[:, None], seq_q, seq_k, shift, left, right,
         scale, softcap, slope, mask_ptr, stride_mm, stride_mn, HIDING, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, UNIT,
@@ -119,26 +127,28 @@ def dkdv_step(
         if SOFTCAP:
             ds *= 1 - t * t
         if sums_ptr is not None:
-            if HIDING:  # K again: a copy of it beside the one of the products would take shared memory all the time
+            if HIDING == 1:  # K again: a copy beside the one of the products would take shared memory all the time
                 clean = load_parts(k_ptr, None, 0, 0, 0, seq_k - n, stride_ks, stride_kd, DIM, PARTS, BLOCK_N, False)
-                now = products(ds, finite(clean))
+                now = products_by_rows(ds, finite(clean), TURNED)
+            elif HIDING:
+                now = products(ds, k, TURNED)
             elif LATE:
-                dq = products(ds, k)
+                dq = products(ds, k, TURNED)
             elif SPLIT:
-                last = products(ds, (k[1],))
+                last = products(ds, (k[1],), TURNED)
                 dk_first = accumulate((dk[0],), ds, (q[0],), PRECISION)
-                add_parts(sums_ptr, last, m, 1, DIM, PARTS, BLOCK_M)
-                now = products(ds, (k[0],))
+                add_parts(sums_ptr, last, m, 1, DIM, PARTS, BLOCK_M, TURNED)
+                now = products(ds, (k[0],), TURNED)
                 dk = dk_first + accumulate((dk[1],), ds, (q[1],), PRECISION)
-                add_parts(sums_ptr, now, m, 0, DIM, PARTS, BLOCK_M)
+                add_parts(sums_ptr, now, m, 0, DIM, PARTS, BLOCK_M, TURNED)
             else:
-                now = products(ds, k)
+                now = products(ds, k, TURNED)
         if WANT_K and not SPLIT:
             if HIDING:
                 q = finite(q)
             dk = accumulate(dk, ds, q, PRECISION)
         if sums_ptr is not None and (HIDING or not (LATE or SPLIT)):
-            add_parts(sums_ptr, now, m, 0, DIM, PARTS, BLOCK_M)
+            add_parts(sums_ptr, now, m, 0, DIM, PARTS, BLOCK_M, TURNED)
     return dk, dv, dq, column
 
 
@@ -163,7 +173,7 @@ def dkdv_kernel(
     DIM: tl.constexpr, DIM_V: tl.constexpr, PARTS: tl.constexpr, PARTS_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
-    UNIT: tl.constexpr, LATE: tl.constexpr,
+    UNIT: tl.constexpr, LATE: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """dK and dV (each None: not asked for) of one block of keys, over all rows of all its query heads.
 
@@ -179,8 +189,11 @@ def dkdv_kernel(
     # a pass that leaves dV to another has wide rows, and shared memory for one stage
     STAGES_HIDING: tl.constexpr = min(STAGES, 2 if WANT_V else 1) if sums_ptr is not None else STAGES
     # With the interior first fewer registers spill. Where few do anyway it is 1 to 6 % slower (H200, 2026-11-16).
-    CROWDED: tl.constexpr = (DIM > WIDEST and not WANT_V) or (DIM > NARROW and BLOCK_N <= 64 and (LEFT or RIGHT))
-    FIRST: tl.constexpr = 0 if CROWDED and sums_ptr is not None else 1
+    WIDE: tl.constexpr = (DIM > WIDEST and not WANT_V) or (DIM > NARROW and BLOCK_N <= 64 and (LEFT or RIGHT))
+    CROWDED: tl.constexpr = sums_ptr is not None and (WIDE or TURNED)
+    # 0: the interior; 1: blocks that hide something; 2: the same of K without NaN and Inf, which dQ takes as it is
+    FIRST: tl.constexpr = 0 if CROWDED else 1
+    LAST: tl.constexpr = (3 if TURNED else 2) if CROWDED else -1
     block_n, bh = place(blocks, section, total_heads)  # under a causal mask the first keys have the most rows
     batch = bh // kv_heads
     head_k = bh - batch * kv_heads
@@ -226,6 +239,7 @@ def dkdv_kernel(
     full = tl.minimum(tl.maximum(full, start), edge)
     edge_blocks = (end - edge + BLOCK_M - 1) // BLOCK_M
     masked_blocks = edge_blocks + (full - start) // BLOCK_M
+    spoiled = has_spoiled(k).to(tl.int32) * masked_blocks if TURNED else masked_blocks
 
     descs = ((q_desc0, q_desc1), (do_desc0, do_desc1), level_desc, delta_desc)
     dk = empty(PARTS, BLOCK_N)
@@ -242,7 +256,7 @@ def dkdv_kernel(
         if sums_ptr is not None:
             sums_head = sums_ptr + batch * stride_zb + head * stride_zh
             if VARLEN:
-                sums_head += first_sum(q_row, batch, DIM, BLOCK_M)
+                sums_head += first_sum(q_row, batch, DIM, BLOCK_M, TURNED)
         mask_head = mask_ptr
         if MASK != "none":
             mask_head = mask_ptr + batch * stride_mb + head * stride_mh
@@ -256,10 +270,12 @@ def dkdv_kernel(
         column = tl.zeros((BLOCK_N,), tl.float32)
         origin = (tma_batch, q_row, head, (batch * stride_lb + head * stride_lh + q_row).to(tl.int32))
         dq = empty(PARTS, BLOCK_M) if LATE else ()
-        for hiding in tl.static_range(FIRST, 2 - 3 * FIRST, 1 - 2 * FIRST):  # 1 and 0, or 0 and 1
+        for hiding in tl.static_range(FIRST, LAST, 1 - 2 * FIRST):
             if hiding or MASK == "none":
-                since, until, step = (0, masked_blocks, 1) if hiding else (full, edge, BLOCK_M)
-                for i in tl.range(since, until, step, num_stages=STAGES_HIDING if hiding else STAGES):
+                since, until, step = (0, spoiled, 1) if hiding else (full, edge, BLOCK_M)
+                if hiding == 2:
+                    since, until = (spoiled, masked_blocks)
+                for i in tl.range(since, until, step, num_stages=STAGES_HIDING if hiding == 1 else STAGES):
                     m = split_block(i, edge, edge_blocks, start, BLOCK_M) if hiding else i
                     dk, dv, dq, column = dkdv_step(
                         dk, dv, dq, column, k, v, m, n, full, descs, origin, q_head, k_ptr, do_head, level_head,
@@ -267,10 +283,10 @@ def dkdv_kernel(
                         stride_kd, stride_gs, stride_gd, stride_mm, stride_mn, stride_dm, seq_q, seq_k, shift, left,
                         right, scale, softcap, slope, drop, keep_scale, DIM, DIM_V, PARTS, PARTS_V, BLOCK_M, BLOCK_N,
                         hiding, LEFT, RIGHT, SOFTCAP, ALIBI, MASK, PRECISION, UNIT, VARLEN, TMA, WANT_K, WANT_V,
-                        WANT_COLUMN, LATE,
+                        WANT_COLUMN, LATE, TURNED,
                     )  # fmt: skip
                 if LATE and not hiding and edge > full:
-                    add_parts(sums_head, dq, edge - BLOCK_M, 0, DIM, PARTS, BLOCK_M)
+                    add_parts(sums_head, dq, edge - BLOCK_M, 0, DIM, PARTS, BLOCK_M, TURNED)
         if WANT_COLUMN:
             at = dcolumn_ptr + (batch * (kv_heads * group) + head).to(tl.int64) * seq_k + offs_n
             tl.store(at, column, mask=offs_n < seq_k)

@@ -92,6 +92,15 @@ def finite(tiles):
 
 
 @triton.jit
+def has_spoiled(tiles):
+    """Whether there is any NaN or Inf."""
+    found = tl.zeros((), tl.int32)
+    for i in tl.static_range(len(tiles)):
+        found |= tl.max(tl.max((tiles[i] - tiles[i] != 0).to(tl.int32), 1), 0)
+    return found != 0
+
+
+@triton.jit
 def empty(PARTS: tl.constexpr, BLOCK: tl.constexpr):
     acc = ()
     for i in tl.static_range(len(PARTS)):

@@ -29,6 +29,7 @@ class Rule(NamedTuple):
     late: bool = False
     lean: bool = False  # only where `is_lean`
     full: bool = False  # only where every row sees every key
+    turned: bool = False
 
 
 class BackwardTiles(NamedTuple):
@@ -70,7 +71,7 @@ ADDING = (
 # Over 128 columns dK, dV and dQ leave registers for 64 keys only, which two warpgroups then share. dV by a pass of its
 # own computes the scores once more: six products, where a pass for dQ makes them seven. H200, 2026-11-16, TFLOPS: D=160
 # 302, one pass of 64 keys 224, a pass for dQ 141; D=192 328 and 242; D=256, where 64 keys are left even so, 230.
-DK = (Rule(192, 64, 128, 8), Rule(256, 64, 64, 8))
+DK = (Rule(192, 64, 128, 8), Rule(256, 32, 128, 8, turned=True), Rule(256, 64, 64, 8))
 DV = (Rule(256, 64, 128, 8),)
 # Both operands of both products come in anew in every step; the block of the mask and its gradient stay in registers.
 DMASK_WGMMA = (Rule(64, 128, 64, 8), Rule(128, 64, 64, 8), Rule(512, 64, 32, 8))
@@ -118,7 +119,8 @@ def in_one_pass(problem: AttentionProblem, gpu: Gpu) -> BackwardTiles:
     """All gradients by a pass over the keys, dV over 128 columns by another."""
     if max(problem.head_dim, problem.head_dim_v) <= ADDING[-1].width:
         return BackwardTiles(_first("adding", ADDING, problem, gpu), None)
-    rules = DK[1:] if problem.dropout_p else DK  # the generator takes registers too
+    rules = DK[-1:] if problem.dropout_p else DK  # the generator takes registers too, and so does tanh
+    rules = tuple(rule for rule in rules if not rule.turned) if problem.softcap else rules
     dk, dv = (_first(name, by, problem, gpu, smallest=()) for name, by in (("dk", rules), ("dv", DV)))
     return BackwardTiles(dk, None, dv=dv)
 
@@ -162,12 +164,14 @@ def _first(
     candidates = [(rule, n) for n in stages for rule in rules + smallest]
     if name == "dk":  # more keys before more stages: 64 would be shared, see DK
         candidates.sort(key=lambda one: rules.index(one[0]))
-    for (width, block_m, block_n, warps, late, lean, full), n in candidates:
+    for (width, block_m, block_n, warps, late, lean, full, turned), n in candidates:
         if mean > width or (lean and not is_lean(problem)) or (full and problem.band != (-1, -1)):
             continue
         if problem.mask and name != "dmask" and block_m * block_n > MASKED:
             continue
-        tile = Tile("exact", block_m, block_n, parts, parts_v, warps, n, tma=adding, late=late)
+        # dQ on its side is made of one part after the other, as is the copy of K
+        split = (128, 128) if turned and parts == (256,) else parts
+        tile = Tile("exact", block_m, block_n, split, parts_v, warps, n, tma=adding, late=late, turned=turned)
         if shared_bytes(name, tile, problem) <= gpu.shared_per_block:
             return tile
     dims = f"head_dim={problem.head_dim}, head_dim_v={problem.head_dim_v}"
@@ -205,7 +209,8 @@ def shared_bytes(name: str, tile: Tile, problem: AttentionProblem) -> int:
     loop = tile.stages * walked * (width + width_v) + copy
     if name in ("adding", "dk"):
         hiding = 2 if name == "adding" else 1
-        loop = max(loop, walked * (width + hiding * width_v) + hiding * own * width) + tile.block_m * tile.block_n
+        again = max(tile.parts) if tile.turned else width
+        loop = max(loop, walked * (width + hiding * width_v) + hiding * own * again) + tile.block_m * tile.block_n
     operands = own * (width if name == "dv" else width + width_v) + loop
     mask = {None: 0, "bool": 1, "float": 4}[problem.mask] * tile.stages + 4 * (problem.mask is not None)
     return operands * problem.element_bytes + mask * tile.block_m * tile.block_n + SCRATCH
