@@ -105,7 +105,7 @@ def dkdv_step(
         thinned = p
         if drop is not None:
             thinned = tl.where(stays, p, 0.0)
-        dv = accumulate(dv, thinned, do, PRECISION)
+        dv = accumulate(dv, thinned, do, PRECISION, True)
     if WANT_DS:
         dp = scores(v, do, PRECISION)
         # only now: before the product it would take registers beside P, dP, dK and dV
@@ -136,17 +136,17 @@ def dkdv_step(
                 dq = products(ds, k, TURNED)
             elif SPLIT:
                 last = products(ds, (k[1],), TURNED)
-                dk_first = accumulate((dk[0],), ds, (q[0],), PRECISION)
+                dk_first = accumulate((dk[0],), ds, (q[0],), PRECISION, True)
                 add_parts(sums_ptr, last, m, 1, DIM, PARTS, BLOCK_M, TURNED)
                 now = products(ds, (k[0],), TURNED)
-                dk = dk_first + accumulate((dk[1],), ds, (q[1],), PRECISION)
+                dk = dk_first + accumulate((dk[1],), ds, (q[1],), PRECISION, True)
                 add_parts(sums_ptr, now, m, 0, DIM, PARTS, BLOCK_M, TURNED)
             else:
                 now = products(ds, k, TURNED)
         if WANT_K and not SPLIT:
             if HIDING:
                 q = finite(q)
-            dk = accumulate(dk, ds, q, PRECISION)
+            dk = accumulate(dk, ds, q, PRECISION, True)
         if sums_ptr is not None and (HIDING or not (LATE or SPLIT)):
             add_parts(sums_ptr, now, m, 0, DIM, PARTS, BLOCK_M, TURNED)
     return dk, dv, dq, column

@@ -128,10 +128,14 @@ def rescale(acc, alpha):
 
 
 @triton.jit
-def accumulate(acc, p, v, PRECISION: tl.constexpr):
+def accumulate(acc, p, v, PRECISION: tl.constexpr, APART: tl.constexpr = False):
+    """P·V of each part added to `acc`. APART: in fp32 it is summed by itself first, as in `scores`."""
     out = ()
     for i in tl.static_range(len(acc)):
-        out = out + (tl.dot(p.to(v[i].dtype), v[i], acc[i], input_precision=PRECISION),)
+        if APART and v[i].dtype == tl.float32:
+            out = out + (tl.fma(tl.dot(p, v[i], input_precision=PRECISION), 1.0, acc[i]),)
+        else:
+            out = out + (tl.dot(p.to(v[i].dtype), v[i], acc[i], input_precision=PRECISION),)
     return out
 
 
