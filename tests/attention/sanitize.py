@@ -86,6 +86,7 @@ GRADIENTS = (
     ("causal", Shape(b=1, sq=130, sk=200, h=2, hkv=1, d=72), True),
     ("softcap", Shape(b=1, sq=130, sk=130, h=2, hkv=1, d=72), False),  # pairs
     ("causal", Shape(b=1, sq=100, sk=130, h=2, hkv=1, d=160), False),
+    ("causal", Shape(b=1, sq=100, sk=200, h=2, hkv=1, d=256), False),
 )
 GRADIENT_ROUNDS = (("plain", Shape(b=2, sq=80, sk=260, h=60, hkv=60, d=64), False),)  # 360 tiles: several a block
 RAGGED = ([50, 0, 1, 133], [70, 9, 0, 133])

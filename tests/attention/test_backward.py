@@ -21,6 +21,7 @@ import flashkernels as fk
 import flashkernels.attention.api as api
 import flashkernels.attention.triton.backward_tiles as backward_tiles
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
+from flashkernels.attention.triton import backward
 from flashkernels.dispatch import select, verdicts
 from flashkernels.hardware import lookup
 from flashkernels.jit.eager import Plans
@@ -135,6 +136,16 @@ def test_walk_that_adds_up_dq(feature: str, sizes: tuple[int, int], form: dict[s
     shape = Shape(b=1, sq=sizes[0], sk=sizes[1], h=2, hkv=1, d=24, dv=16)
     features = keywords(feature, shape)
     check(*qkv(shape, torch.float16), impl="triton", also=sides(features, adds=True), **features)
+
+
+@pytest.mark.parametrize(
+    ("dim", "heads", "together"), [(256, 8, 4), (224, 9, 6), (192, 11, 11), (96, 21, 14), (48, 43, 43)]
+)
+def test_heads_are_summed_in_equal_sections(dim: int, heads: int, together: int) -> None:
+    """About 48 MB each, of batches of 4 and 4096 queries; a head at a time where every row sees every key."""
+    call = AttentionProblem(4, 4096, 4096, heads, heads, dim, causal=True)
+    assert backward.heads_summed_together(call) == together
+    assert backward.heads_summed_together(replace(call, causal=False)) == 1
 
 
 @interpreter

@@ -166,7 +166,7 @@ def test_poison_that_a_window_hides(dim: int, dtype: torch.dtype) -> None:
     dirty = leaves(q, k, v)
     got = gradients(fk.attention(*dirty, return_lse=True, impl="triton", **features), dirty)
     assert_same_gradients(got, *want, dtype)
-    q, k, v = cuda(LARGE.but(d=dim), dtype)  # the first row sees keys 200 to 300
+    q, k, v = cuda(LARGE.but(sq=700, sk=1000, d=dim), dtype)  # the first row sees keys 200 to 300
     want = expected((q, k, v), features=features)
     k[:, :190], v[:, :190] = NAN, INF
     dirty = leaves(q, k, v)

@@ -9,7 +9,6 @@ from flashkernels.hardware import Gpu
 # Fitted to committed times of an H200 (2026-11-16, B=4, S=4096, head dimensions 48 to 256).
 NARROW, WIDE = 0.2, 0.355  # cycles of a multiprocessor for a score, beside its products: to 64 columns, and over
 APART = 0.0044  # the same a column, where dV has a pass of its own
-SHARED = 0.00735  # and where two warpgroups share 64 keys: what one has, the other needs
 CAUSAL = 1.1  # blocks on the diagonal count whole
 LAUNCHES = 12e-6
 REACHED = 0.88  # of the datasheet's bandwidth, by the kernels before and after
@@ -26,7 +25,5 @@ def seconds(problem: BackwardProblem, tiles: BackwardTiles, gpu: Gpu) -> float |
     moved = rows * (4 * call.head_dim_v + 10 * sum(tile.parts))
     scores = call.heads * call.pairs() * (CAUSAL if call.band != (-1, -1) else 1)
     products = 2 * scores * columns / gpu.peak[call.dtype]
-    beside = NARROW if sum(tile.parts) <= 64 else WIDE
-    if tiles.dv:
-        beside = (SHARED if tile.block_n < 16 * tile.warps else APART) * sum(tile.parts)
+    beside = APART * sum(tile.parts) if tiles.dv else NARROW if sum(tile.parts) <= 64 else WIDE
     return LAUNCHES + moved / (REACHED * gpu.bandwidth) + products + beside * scores / gpu.sms / CLOCK
