@@ -52,6 +52,22 @@ def test_nan_that_a_row_does_not_see_leaves_its_gradient_under_softcap() -> None
     assert dq[:, :4].isfinite().all()
 
 
+@pytest.mark.parametrize("value", [NAN, math.inf])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_poison_that_nobody_sees_reaches_no_gradient(which: int, value: float) -> None:
+    """The first three of eight rows are before all keys; of eight keys of five rows the first is behind all windows."""
+    rows, keys, hidden = (8, 5, 3) if which == 0 else (5, 8, 1)
+    q, k, v = torch.randn(1, rows, 2, 8), torch.randn(1, keys, 2, 8), torch.randn(1, keys, 2, 8)
+
+    def made() -> tuple[torch.Tensor, ...]:
+        inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(fk.attention(*inputs, window=(2, 0), impl="torch").square().sum(), inputs)
+
+    clean = made()
+    (q, k, v)[which][:, :hidden] = value
+    torch.testing.assert_close(made(), clean, rtol=0, atol=0)
+
+
 def test_autocast_around_the_backward_changes_nothing() -> None:
     def made(inside: bool) -> list[torch.Tensor]:
         inputs = [x.requires_grad_() for x in qkv(1, 64, 2, 32)]

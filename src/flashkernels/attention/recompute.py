@@ -128,8 +128,9 @@ def add_gradients(
     if grad_mask is not None:
         grad_mask += ds.sum_to_size(grad_mask.shape)
     ds = ds * slope_of_cap * scale
+    q, k = (torch.where(x.isfinite(), x, 0.0) for x in (q, k))  # a seen NaN is in dS
     if grads[0] is not None:
-        _add(grads[0], chunk, chunk.rows, ds @ torch.where(k.isfinite(), k, 0.0), 1)  # a seen NaN is in dS
+        _add(grads[0], chunk, chunk.rows, ds @ k, 1)
     if grads[1] is not None:
         _add(grads[1], chunk, chunk.keys, ds.transpose(-1, -2) @ q, group)
 
