@@ -125,6 +125,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "gpu": (lambda: fk.explain("attention", Q, Q, Q, gpu=5), "gpu=5"),
     "problem": (lambda: fk.explain("attention", problem=5), "problem must be"),
     "op": (lambda: fk.explain(["a"]), r"op=\['a'\]"),
+    "no columns": (lambda: fk.quantise_qkv(Q, Q[..., :0], Q), r"k has shape \(2, 5, 2, 0\)"),
 }  # fmt: skip
 
 

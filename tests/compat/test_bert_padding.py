@@ -94,6 +94,13 @@ def test_a_mask_of_the_wrong_shape_is_named(mask: torch.Tensor, unused: torch.Te
 def test_indices_that_do_not_match_the_rows_are_named() -> None:
     with pytest.raises(ValueError, match=r"indices has shape \(2,\), not one place for each of the 3 rows"):
         pad_input(torch.randn(3, 5), torch.tensor([0, 1]), 1, 4)
+    with pytest.raises(ValueError, match="batch=-1 must not be negative"):
+        pad_input(torch.randn(2, 5), torch.tensor([0, 1]), -1, 4)
+
+
+def test_a_batch_without_sequences_is_named() -> None:
+    with pytest.raises(ValueError, match=r"hidden_states has shape \(3,\); expected \(batch, seqlen"):
+        unpad_input(torch.randn(3), torch.ones(3))
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,8 @@ def test_ragged_states() -> None:
 
 def test_bad_states_are_named() -> None:
     outs, lses, _ = states([0, 3, 7])
+    with pytest.raises(TypeError, match="outs must be a sequence of tensors, got int"):
+        fk.merge_states(5, 5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="2 outputs and 1 log-sum-exps"):
         fk.merge_states(outs, lses[:1])
     with pytest.raises(ValueError, match=r"outs\[1\] is \(2, 3, 4, 8\)"):

@@ -121,6 +121,8 @@ def test_bad_sizes_are_named(ops: list[str], sizes: dict[str, Any], message: str
 
 
 def test_bad_work_is_named() -> None:
+    with pytest.raises(TypeError, match="work=None must be a problem or the name of an op, got NoneType"):
+        fk.warmup(None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"sizes=\['head_dims'\] go with names of ops"):
         fk.warmup(CALL, head_dims=[64])
     with pytest.raises(ValueError, match="op='norm' is not one of"):

@@ -54,6 +54,8 @@ def warmup(*work: Work | str, device: int | str | torch.device | None = None, **
     start = time.perf_counter()
     calls: list[Work] = []
     for one in work:
+        if not isinstance(one, (str, Work)):
+            raise TypeError(f"work={one!r} must be a problem or the name of an op, got {type(one).__name__}")
         calls += wanted([one], parse(**sizes)) if isinstance(one, str) else [one]
     if sizes and not any(isinstance(one, str) for one in work):
         raise TypeError(f"sizes={sorted(sizes)} go with names of ops; none was given")

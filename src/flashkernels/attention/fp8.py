@@ -52,8 +52,9 @@ def quantise_qkv(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.dim() != 4 or not x.dtype.is_floating_point:
-            raise ValueError(f"{name} has shape {tuple(x.shape)} and dtype {x.dtype}; expected (B, S, H, D) of floats")
+        if x.dim() != 4 or not x.dtype.is_floating_point or x.shape[-1] == 0:
+            got = f"{name} has shape {tuple(x.shape)} and dtype {x.dtype}"
+            raise ValueError(f"{got}; expected (B, S, H, D) of floats, D of at least 1")
     if rotate:
         q, k = (rotated(x, seed) for x in (q, k))
     (q8, q_scale), (k8, k_scale) = (_rounded(x, per_block) for x in (q, k))

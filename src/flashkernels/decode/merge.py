@@ -105,6 +105,9 @@ def cascade_decode(
 
 
 def _check(outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None) -> None:
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if not isinstance(parts, (Sequence, Tensor)):
+            raise TypeError(f"{name} must be a sequence of tensors, got {type(parts).__name__}")
     if len(outs) == 0 or len(outs) != len(lses):
         raise ValueError(f"{len(outs)} outputs and {len(lses)} log-sum-exps: there must be as many, and at least one")
     for name, parts in (("outs", outs), ("lses", lses)):

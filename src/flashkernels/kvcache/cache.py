@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashkernels.arguments import check_count
 from flashkernels.dispatch import UnsupportedError
 from flashkernels.formats import Format, lookup
 
@@ -75,12 +76,10 @@ class PagedCache:
         form = lookup(format)
         if scales not in SCALES:
             raise ValueError(f"scales={scales!r} is not one of {', '.join(map(repr, SCALES))}")
-        least = {"num_pages": num_pages, "page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
-        for name, size in (*least.items(), ("head_dim_v", head_dim_v)):
-            if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
-                raise TypeError(f"{name}={size!r} must be an int, got {type(size).__name__}")
-            if size < (name in least):
-                raise ValueError(f"{name}={size} must {'be at least 1' if name in least else 'not be negative'}")
+        sizes = {"num_pages": num_pages, "page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
+        for name, size in sizes.items():
+            check_count(name, size, 1)
+        check_count("head_dim_v", head_dim_v)
         if not isinstance(block_table, Tensor):
             raise TypeError(f"block_table must be a torch.Tensor, got {type(block_table).__name__}")
         dim_v = head_dim_v or head_dim

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flashkernels.arguments import check_count
+
 __all__ = ["index_first_axis", "pad_input", "unpad_input"]
 
 
@@ -40,6 +42,8 @@ def unpad_input(
     >>> rows.flatten().tolist(), indices.tolist(), cu_seqlens.tolist(), longest, used.tolist()
     ([0.0, 1.0, 3.0], [0, 1, 3], [0, 2, 3], 2, [2, 1])
     """
+    if hidden_states.dim() < 2:
+        raise ValueError(f"hidden_states has shape {tuple(hidden_states.shape)}; expected (batch, seqlen, ...)")
     for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
         if mask is not None and mask.shape != hidden_states.shape[:2]:
             raise ValueError(
@@ -70,7 +74,9 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     >>> pad_input(torch.tensor([[5.0], [6.0]]), torch.tensor([0, 3]), batch=2, seqlen=2).flatten().tolist()
     [5.0, 0.0, 0.0, 6.0]
     """
-    if indices.shape != hidden_states.shape[:1]:
+    check_count("batch", batch)
+    check_count("seqlen", seqlen)
+    if indices.dim() != 1 or indices.shape != hidden_states.shape[:1]:
         raise ValueError(
             f"indices has shape {tuple(indices.shape)}, not one place for each of the "
             f"{hidden_states.shape[0]} rows of hidden_states"
