@@ -70,7 +70,8 @@ ADDING = (
 )  # fmt: skip
 # Over 128 columns dK, dV and dQ leave registers for 64 keys only, which two warpgroups then share. dV by a pass of its
 # own computes the scores once more: six products, where a pass for dQ makes them seven. H200, 2026-11-16, TFLOPS: D=160
-# 302, one pass of 64 keys 224, a pass for dQ 141; D=192 328 and 242; D=256, where 64 keys are left even so, 230.
+# 302, one pass of 64 keys 224, a pass for dQ 141; D=192 328 and 242. Over 192 columns 128 keys leave room for 32 rows,
+# of which wgmma makes dQ on its side: D=256 325, 64 keys 226; D=192 297.
 DK = (Rule(192, 64, 128, 8), Rule(256, 32, 128, 8, turned=True), Rule(256, 64, 64, 8))
 DV = (Rule(256, 64, 128, 8),)
 # Both operands of both products come in anew in every step; the block of the mask and its gradient stay in registers.
