@@ -5,7 +5,6 @@ fp16 and fp32 only in the interpreter, whose bf16 is wrong. The tolerance is twi
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -22,7 +21,6 @@ import flashkernels.attention.api as api
 import flashkernels.attention.triton.backward_tiles as backward_tiles
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.triton import backward
-from flashkernels.dispatch import select, verdicts
 from flashkernels.hardware import lookup
 from flashkernels.jit.eager import Plans
 from flashkernels.tiling import Tile
@@ -33,7 +31,6 @@ from .cases import (
     FEATURES,
     NO_MASK,
     Shape,
-    float_mask,
     interpreter,
     keywords,
     pairs,
@@ -444,7 +441,7 @@ def test_a_gradient_that_tma_cannot_read_is_copied_or_takes_two_passes(monkeypat
 
 
 def test_which_problems_add_up_dq() -> None:
-    call = replace(H200, head_dim=128, head_dim_v=128)
+    call = AttentionProblem(batch=1, seq_q=64, seq_k=64, heads=2, kv_heads=2, head_dim=128)
 
     def adds(call: AttentionProblem = call, wanted: str = "q k v", gpu: str = "h200", **options: Any) -> bool:
         problem = BackwardProblem(call, tuple(wanted.split()), **options)
@@ -513,66 +510,6 @@ def test_compiled_gradients_are_the_eager_ones() -> None:
         want = torch.autograd.grad(loss(*inputs), inputs)
         for g, w in zip(torch.autograd.grad(compiled(*inputs), inputs), want, strict=True):
             torch.testing.assert_close(g, w)
-
-
-# Which implementation serves
-
-H200 = AttentionProblem(batch=1, seq_q=64, seq_k=64, heads=2, kv_heads=2, head_dim=64)
-
-
-def served(problem: AttentionProblem, gpu: str | None = "h200", wanted: str = "q k v", **options: Any) -> str:
-    backward = BackwardProblem(problem, tuple(wanted.split()), **options)
-    return select(api.BACKWARD_IMPLS, backward, None if gpu is None else lookup(gpu)).name
-
-
-def test_the_table_serves_every_backward() -> None:
-    assert served(H200) == served(H200, impl="hopper") == served(H200, wanted="q sinks", deterministic=True) == "hopper"
-    assert served(H200, impl="triton") == served(H200, "a100") == "triton"
-    others: list[dict[str, Any]] = [{"head_dim": 512}, {"dropout_p": 0.1}, {"mask": "bool"}]
-    for beyond in (*others, {"unaddressable": "q: odd"}):
-        problem = replace(H200, **beyond)
-        assert served(problem) == "triton"
-        assert api.BACKWARD_IMPLS[0].rejects(BackwardProblem(problem, ("q",)), lookup("h200"))
-    assert served(replace(H200, alibi=True), wanted="q alibi_slopes") == "triton"
-    assert served(replace(H200, mask="float"), wanted="q mask") == "triton"
-    assert served(H200, impl="torch") == served(H200, saved=False) == "torch"
-    assert served(replace(H200, dtype="fp64")) == served(replace(H200, device="cpu"), None) == "torch"
-    wide = replace(H200, head_dim=512, head_dim_v=512, dtype="fp32")
-    assert served(wide) == "triton" and served(wide, "rtx5090") == "torch"
-
-
-def test_the_table_says_why() -> None:
-    def reasons(problem: AttentionProblem, gpu: str = "h200", **options: Any) -> dict[str, str | None]:
-        found = verdicts(api.BACKWARD_IMPLS, BackwardProblem(problem, **options), lookup(gpu))
-        return {verdict.name: verdict.reason for verdict in found}
-
-    def reason(problem: AttentionProblem, gpu: str = "h200", **options: Any) -> str | None:
-        return reasons(problem, gpu, **options)["triton"]
-
-    even = "rows can be read 16 bytes at a time as they are"
-    assert reasons(H200, wanted=("q",)) == {"hopper": None, "aligned": even, "triton": None, "torch": None}
-    assert reasons(H200, wanted=("q",), impl="triton")["hopper"] == "impl='triton' was asked for"
-    assert reasons(replace(H200, unaddressable="k: why"), wanted=("q",))["hopper"] == "TMA cannot read k: why"
-    assert reasons(replace(H200, mask="float"), wanted=("mask",)) == {
-        "hopper": "takes no mask tensor", "aligned": even, "triton": None, "torch": None,
-    }  # fmt: skip
-    assert reason(H200, wanted=("q",), impl="torch") == "impl='torch' was asked for"
-    assert "no backward tile fits head_dim=512" in str(
-        reason(replace(H200, head_dim=512, head_dim_v=512, dtype="fp32"), "rtx5090", wanted=("q",))
-    )
-
-
-@interpreter
-def test_who_makes_the_gradients_is_in_the_log(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mask = float_mask((35, 50), drop=0.0).requires_grad_()
-    inputs = leaves(*qkv(SMALL))
-    out = fk.attention(*inputs, mask=mask, impl="triton")
-    with caplog.at_level(logging.INFO, "flashkernels.dispatch"):
-        monkeypatch.setattr(api, "_backward_plans", Plans(api._plan_backward))
-        out.sum().backward()
-    assert "triton serves" in caplog.text and "hopper: " in caplog.text
 
 
 # Any call

@@ -173,7 +173,7 @@ def test_a_second_run_builds_only_what_is_missing_and_replaces_damage(folder: Pa
         (["--out", "x", "--ops", "attention", "--head-dims", "-1"], "-1 is not a positive"),
         (["--out", "x", "--ops", "attention", "--heads", "7"], "heads=7 is not a multiple of kv_heads=8"),
         (["--out", "x", "--ops", "attention", "--jobs", "-1"], "--jobs -1"),
-        (["--out", "x", "--ops", "moe", "--experts", "0"], "experts=0 is not a positive"),
+        (["--out", "x", "--ops", "moe", "--experts", "0"], "experts=0 must be at least 1"),
         (["--out", "x", "--ops", "moe", "--experts-per-token", "9"], "k=9 is over 8 with 8 experts"),
         (["--out", "x", "--ops", "moe", "--expert-formats", "fp9"], "weights='fp9' is not one of"),
         (["--out", "x", "--ops", "moe", "--tokens", "-1"], "tokens=-1 must not be negative"),

@@ -18,6 +18,7 @@ from flashkernels.aot.experts import Experts
 from flashkernels.aot.projections import Projection
 from flashkernels.aot.vocabulary import Accepting, Loss, Sampling
 from flashkernels.aot.work import GLU, ROW_OPS, Appending, Rotation, Rows, Work
+from flashkernels.arguments import check_count
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.decode.problem import DecodeProblem
 from flashkernels.formats import lookup
@@ -88,18 +89,13 @@ class Sizes:
             for value in getattr(self, name):
                 if not isinstance(value, int) or value < 1:
                     raise ValueError(f"{name}={list(getattr(self, name))}: {value!r} is not a positive whole number")
-        for name in ("hidden", "inner", "experts", "experts_per_token", "heads", "kv_heads", "tokens"):
-            if type(getattr(self, name)) is not int:
-                raise TypeError(f"{name}={getattr(self, name)!r} is not a whole number")
-        for name in ("hidden", "inner", "experts", "experts_per_token"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not a positive whole number")
-        if self.tokens < 0:
-            raise ValueError(f"tokens={self.tokens} must not be negative")
+        for name in ("hidden", "inner", "experts", "experts_per_token", "heads", "kv_heads"):
+            check_count(name, getattr(self, name), 1)
+        check_count("tokens", self.tokens)
         for dtype in self.dtypes:
             if dtype not in DTYPES:
                 raise ValueError(f"dtypes={list(self.dtypes)}: {dtype!r} is not one of {', '.join(DTYPES)}")
-        if self.heads < 1 or self.kv_heads < 1 or self.heads % self.kv_heads:
+        if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashkernels.arguments import check_count
 from flashkernels.dispatch import Impl, UnsupportedError, leaves_the_cpu, serving
 from flashkernels.fused.rows import DTYPES, RowProblem, check_choice, check_number, check_rows, gpu_of, needs_triton
 from flashkernels.hardware import Gpu
@@ -139,11 +140,8 @@ def _ramp(low: int, high: int, count: int) -> Tensor:
 def _check_tables(
     max_position: int, dim: int, base: float, scaling: str | None, factor: float, original: int | None
 ) -> None:
-    for name, value in (("max_position", max_position), ("dim", dim)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name}={value!r} must be an int, got {type(value).__name__}")
-    if max_position < 0:
-        raise ValueError(f"max_position={max_position} must not be negative")
+    check_count("max_position", max_position)
+    check_count("dim", dim)
     if max_position >= 1 << 31:
         raise ValueError(f"max_position={max_position} is more than {(1 << 31) - 1}")
     if dim < 2 or dim % 2:
@@ -155,8 +153,8 @@ def _check_tables(
         raise ValueError(f"base={base} must be more than 1")
     if factor < 1:
         raise ValueError(f"factor={factor} must be at least 1")
-    if original is not None and (isinstance(original, bool) or not isinstance(original, int)):
-        raise TypeError(f"original_max_position={original!r} must be an int, got {type(original).__name__}")
+    if original is not None:
+        check_count("original_max_position", original)
     if original is not None and original >= 1 << 31:
         raise ValueError(f"original_max_position={original} is more than {(1 << 31) - 1}")
     if scaling in ("yarn", "llama3") and (original is None or original < 1):
@@ -207,9 +205,8 @@ def _check(
     if sin.shape != cos.shape:
         raise ValueError(f"sin has shape {tuple(sin.shape)}, cos has {tuple(cos.shape)}")
     turned = _rotary_dim(q, cos, rotary_dim)
-    if isinstance(turned, bool) or not isinstance(turned, (int, torch.SymInt)):
-        raise TypeError(f"rotary_dim={turned!r} must be an int, got {type(turned).__name__}")
-    if turned < 0 or turned % 2 or turned > q.shape[-1]:
+    check_count("rotary_dim", turned)
+    if turned % 2 or turned > q.shape[-1]:
         raise ValueError(f"rotary_dim={turned} must be even and at most the last size of q, {q.shape[-1]}")
     if cos.shape[-1] not in (turned, turned // 2):
         raise ValueError(f"cos has {cos.shape[-1]} columns; rotary_dim={turned} needs {turned // 2} or {turned}")

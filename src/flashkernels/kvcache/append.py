@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashkernels.arguments import check_flag
+from flashkernels.arguments import check_count, check_flag
 from flashkernels.dispatch import Impl, UnsupportedError, lacks_triton, leaves_the_cpu, serving
 from flashkernels.formats import encode
 from flashkernels.fused.rope import rope
@@ -135,8 +135,8 @@ def _check(
             raise TypeError(f"{name} must be a torch.Tensor, got {type(other).__name__}")
         if other is not None and other.device != k.device:
             raise ValueError(f"{name}.device={other.device} differs from k.device={k.device}")
-    if rotary_dim is not None and (isinstance(rotary_dim, bool) or not isinstance(rotary_dim, (int, torch.SymInt))):
-        raise TypeError(f"rotary_dim={rotary_dim!r} must be an int, got {type(rotary_dim).__name__}")
+    if rotary_dim is not None:
+        check_count("rotary_dim", rotary_dim)
     check_flag("interleaved", interleaved)
     if cu_seqlens is not None:
         if cu_seqlens.dtype != torch.int32 or tuple(cu_seqlens.shape) != (cache.batch + 1,):

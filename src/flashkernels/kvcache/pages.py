@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flashkernels.arguments import check_count
 from flashkernels.formats import decode
 from flashkernels.kvcache.cache import PagedCache, readable
 
@@ -32,10 +33,9 @@ def gather(
     [4.0, 5.0, 0.0, 0.0]
     """
     _check_cache(cache)
-    if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):
-        raise TypeError(f"length={length!r} must be an int, got {type(length).__name__}")
+    check_count("length", length)
     length = length or cache.capacity
-    if not 0 <= length <= cache.capacity:
+    if length > cache.capacity:
         raise ValueError(f"length={length} is not in 0 to {cache.capacity}, the capacity")
     if check or readable(cache.k):
         cache.check()
@@ -94,10 +94,7 @@ class Host:
 
     def __init__(self, cache: PagedCache, pages: int) -> None:
         _check_cache(cache)
-        if isinstance(pages, bool) or not isinstance(pages, int):
-            raise TypeError(f"pages={pages!r} must be an int, got {type(pages).__name__}")
-        if pages < 1:
-            raise ValueError(f"pages={pages} must be at least 1")
+        check_count("pages", pages, 1)
         cuda = cache.k.is_cuda
         self.pages, self.device = pages, cache.k.device
         self.buffers = [torch.empty(pages, *x.shape[1:], dtype=x.dtype, pin_memory=cuda) for x in _stored(cache)]

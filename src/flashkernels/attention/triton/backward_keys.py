@@ -102,7 +102,7 @@ def dkdv_step(
         thinned = p
         if drop is not None:
             thinned = tl.where(stays, p, 0.0)
-        dv = accumulate(dv, thinned, do, PRECISION, True)
+        dv = accumulate(dv, thinned, do, PRECISION, APART=True)
     if WANT_DS:
         dp = scores(v, do, PRECISION)
         # only now: before the product it would take registers beside P, dP, dK and dV
@@ -127,23 +127,21 @@ def dkdv_step(
             if HIDING == 1:  # K again: a copy beside the one of the products would take shared memory all the time
                 clean = load_parts(k_ptr, None, 0, 0, 0, seq_k - n, stride_ks, stride_kd, DIM, PARTS, BLOCK_N, False)
                 now = products_by_rows(ds, finite(clean), TURNED)
-            elif HIDING:
-                now = products(ds, k, TURNED)
-            elif LATE:
+            elif LATE and not HIDING:
                 dq = products(ds, k, TURNED)
             elif SPLIT:
                 last = products(ds, (k[1],), TURNED)
-                dk_first = accumulate((dk[0],), ds, (q[0],), PRECISION, True)
+                dk_first = accumulate((dk[0],), ds, (q[0],), PRECISION, APART=True)
                 add_parts(sums_ptr, last, m, 1, DIM, PARTS, BLOCK_M, TURNED)
                 now = products(ds, (k[0],), TURNED)
-                dk = dk_first + accumulate((dk[1],), ds, (q[1],), PRECISION, True)
+                dk = dk_first + accumulate((dk[1],), ds, (q[1],), PRECISION, APART=True)
                 add_parts(sums_ptr, now, m, 0, DIM, PARTS, BLOCK_M, TURNED)
             else:
                 now = products(ds, k, TURNED)
         if WANT_K and not SPLIT:
             if HIDING:
                 q = finite(q)
-            dk = accumulate(dk, ds, q, PRECISION, True)
+            dk = accumulate(dk, ds, q, PRECISION, APART=True)
         if sums_ptr is not None and (HIDING or not (LATE or SPLIT)):
             add_parts(sums_ptr, now, m, 0, DIM, PARTS, BLOCK_M, TURNED)
     return dk, dv, dq, column
@@ -268,9 +266,10 @@ def dkdv_kernel(
         dq = empty(PARTS, BLOCK_M) if LATE else ()
         for hiding in tl.static_range(FIRST, LAST, 1 - 2 * FIRST):
             if hiding or MASK == "none":
-                since, until, step = (0, spoiled, 1) if hiding else (full, edge, BLOCK_M)
-                if hiding == 2:
-                    since, until = (spoiled, masked_blocks)
+                since, until, step = (
+                    (full, edge, BLOCK_M) if hiding == 0
+                    else (0, spoiled, 1) if hiding == 1 else (spoiled, masked_blocks, 1)
+                )  # fmt: skip
                 for i in tl.range(since, until, step, num_stages=STAGES_HIDING if hiding == 1 else STAGES):
                     m = split_block(i, edge, edge_blocks, start, BLOCK_M) if hiding else i
                     dk, dv, dq, column = dkdv_step(

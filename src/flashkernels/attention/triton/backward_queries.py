@@ -65,7 +65,7 @@ def dq_step(
         ds *= 1 - t * t
     if HIDING:
         k = finite(k)
-    return accumulate(dq, ds, k, PRECISION, True), sums, total
+    return accumulate(dq, ds, k, PRECISION, APART=True), sums, total
 
 
 @triton.jit(

@@ -32,10 +32,10 @@ def products(ds, k, TURNED: tl.constexpr):
 @triton.jit
 def products_by_rows(ds, k, TURNED: tl.constexpr):
     """The same, by rows at first. Of K that comes out of registers Triton 3.6 gives wgmma a wrong one on its side."""
+    made = products(ds, k, False)
     out = ()
-    for i in tl.static_range(len(k)):
-        made = tl.dot(ds.to(k[i].dtype).T, k[i])
-        out = out + (made.T if TURNED else made,)
+    for i in tl.static_range(len(made)):
+        out = out + (made[i].T if TURNED else made[i],)
     return out
 
 

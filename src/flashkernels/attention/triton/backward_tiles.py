@@ -120,8 +120,8 @@ def in_one_pass(problem: AttentionProblem, gpu: Gpu) -> BackwardTiles:
     """All gradients by a pass over the keys, dV over 128 columns by another."""
     if max(problem.head_dim, problem.head_dim_v) <= ADDING[-1].width:
         return BackwardTiles(_first("adding", ADDING, problem, gpu), None)
-    rules = DK[-1:] if problem.dropout_p else DK  # the generator takes registers too, and so does tanh
-    rules = tuple(rule for rule in rules if not rule.turned) if problem.softcap else rules
+    # the generator takes registers too, and tanh more than dQ on its side leaves
+    rules = DK[-1:] if problem.dropout_p else (DK[0], DK[-1]) if problem.softcap else DK
     dk, dv = (_first(name, by, problem, gpu, smallest=()) for name, by in (("dk", rules), ("dv", DV)))
     return BackwardTiles(dk, None, dv=dv)
 
