@@ -4,15 +4,21 @@ are used. Needs no GPU."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from flashkernels.aot import blank, experts as ahead
 from flashkernels.hardware import lookup
 from flashkernels.jit.launch import compile_options
 from flashkernels.jit.offline import Resources, compile_for
+from flashkernels.moe.plan import block_rows, plan_of, sizes
 from flashkernels.moe.problem import PHASES, GemmProblem, RouteProblem
 from flashkernels.moe.route import Call
-from flashkernels.moe.triton import backward, tiles
+from flashkernels.moe.triton import backward, gemm as kernels, tiles
 from flashkernels.moe.triton.build import build_gemm, build_route, build_widen
 
 from .sass import loops, spills
@@ -86,6 +92,72 @@ def test_words_become_numbers_in_few_instructions(weights: str, block: int, most
     of_thread = 128 * 64 * PHASES[weights] / (32 * (4 if block == 16 else 8))
     assert len(loop) / of_thread < most
     assert sum(bool(re.search(r"\b(PRMT|I2F)\b", line)) for line in loop) <= 8  # they are not what unpacks
+
+
+@pytest.mark.parametrize("activation", ["none", "swiglu"])
+@pytest.mark.parametrize(("weights", "group"), [("w4", 128), ("w8", 64)])
+@pytest.mark.parametrize(("block", "most"), [(16, 168), (32, 128)])
+def test_scales_of_two_groups_are_loaded_a_step_ahead(
+    block: int, most: int, weights: str, group: int, activation: str
+) -> None:
+    """A thread loads those of its rows, 16 bits each, no more. The load is behind what uses its register: with a move
+    of what it brings, or with two of them packed, the wait for it would be in the step that asks. Three programs of 16
+    rows share a multiprocessor, two of 32."""
+    shape = (28672, 4096) if activation != "none" else (4096, 14336)
+    problem = GemmProblem(128, 8, *shape, "bf16", "cuda", weights, activation, activation != "none", block, group)
+    tile = tiles.choose(problem, lookup("h200"), True, splittable=activation == "none")
+    assert tile.paired
+    found = build_gemm(problem, tile, lookup("h200"), group=group)
+    assert not spills(found.sass.splitlines()) and found.registers <= most
+    loop = product_loop(found)
+    loads = [re.search(r"LDG\.E (R\d+),", line) for line in loop]
+    at = {match[1]: i for i, match in enumerate(loads) if match}
+    assert len(at) == (1 if tile.warps == 4 else 2) and not any("LDG.E.U16" in line for line in loop)
+    for register, i in at.items():
+        readers = [line for line in loop[i + 1 :] if re.search(rf", {register}\b", line)]
+        assert not readers
+
+
+def test_scales_in_pairs_are_for_what_was_timed() -> None:
+    """Words in tiles of 16 and 32 rows, two groups a step, on GPUs with wgmma."""
+
+    def paired(gpu: str = "h200", block: int = 16, weights: str = "w4", group: int = 128, depth: int = 2048) -> bool:
+        problem = GemmProblem(128, 8, 4096, depth, "bf16", "cuda", weights, block=block, group=group)
+        return tiles.choose(problem, lookup(gpu), True).paired
+
+    assert paired() and paired(block=32) and paired(weights="w8", group=64)
+    assert not any((paired(block=64), paired(group=64), paired(weights="w8"), paired(depth=1920), paired("a100")))
+
+
+@pytest.mark.parametrize("tokens", [16, 64])
+def test_scales_are_in_pairs_ahead_of_time_too(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is built from tensors without memory has the constants of a launch with quantised weights."""
+
+    def made(empty: Callable[..., Tensor]) -> list[Any]:
+        found: list[Any] = []
+
+        class Recorder:
+            def __init__(self, kernel: Any, fixed: Any, options: Any, device: Any) -> None:
+                self.options = options
+                found.append((fixed, options))
+
+            def __call__(self, *_: Any) -> None:
+                pass
+
+        monkeypatch.setattr(kernels, "Launcher", Recorder)
+        monkeypatch.setattr(ahead, "empty", empty)
+        layer = ahead.Layer(ahead.Experts(tokens, 512, 256, 8, 2, weights="w4"), lookup("h200"))
+        block = block_rows(tokens * 2, 8)
+        plan = plan_of([empty(*s, dtype=torch.int32) for s in sizes(tokens, 2, 8, block).values()], block)
+        h = layer.product(layer.x, layer.w_up, plan, True, "swiglu", False)
+        layer.product(h, layer.w_down, plan, False, "none", True)
+        return found
+
+    def there(*shape: int, dtype: Any = "fp32") -> Tensor:
+        return torch.zeros(shape, dtype=blank.DTYPES.get(dtype, dtype))
+
+    launched = made(there)
+    assert made(blank.empty) == launched and [fixed["PAIRED"] for fixed, _ in launched] == [True, True]
 
 
 @pytest.mark.parametrize("activation", ["none", "swiglu"])

@@ -14,6 +14,7 @@ from flashkernels.hardware import lookup
 from flashkernels.moe.plan import block_rows
 from flashkernels.moe.problem import ACTIVATIONS, FORMATS, GATED, PHASES, GemmProblem
 from flashkernels.moe.triton import tiles
+from flashkernels.moe.triton.gemm import lies_in_pairs
 from flashkernels.moe.triton.tiles import GemmTile
 from flashkernels.moe.weights import ROUNDED
 
@@ -240,6 +241,34 @@ def test_a_step_may_take_half_of_the_words_of_a_pack(format: str, depth: int, im
     want = expected(x.double(), w.double(), routing.ids, routing.plan, True, "none")
     plain = expected(x, w, routing.ids, routing.plan, True, "none")
     oracle.assert_close(found, plain, want, torch.float32)
+
+
+@interpreter
+@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("format", "group", "depth"), [("w4", 128, 768), ("w4", 128, 640), ("w4", 64, 512), ("w8", 64, 384)]
+)
+@pytest.mark.parametrize("kind", ["none", "swiglu"])
+def test_scales_in_pairs_give_the_same(format: str, group: int, depth: int, scales: torch.dtype, kind: str) -> None:
+    """Where they lie so: with a whole number of steps of two groups, in 16 bits."""
+    small = fk.moe.quantise(torch.randn(3, 48, depth), format, group=group, scale_dtype=scales)
+    routing = fk.moe.route(torch.randn(20, 3), 2, block=16)
+    x = torch.randn(20, depth).half()
+    assert routing.plan is not None
+    found = []
+    for paired in (False, True):
+        tile = GemmTile(True, 16, 32, 64 * PHASES[format], warps=4, stages=2, paired=paired)
+        with fk.use_tile(tile=tile):
+            found.append(fk.moe.grouped_gemm(x, small, routing.plan, activation=kind, impl="triton"))
+    assert torch.equal(*found)
+
+
+def test_scales_that_do_not_lie_in_pairs() -> None:
+    scale = torch.zeros(2, 8, 6, dtype=torch.bfloat16)
+    assert lies_in_pairs(scale) and lies_in_pairs(scale[:, 1::2]) and lies_in_pairs(scale[:, :, 2:])
+    apart = torch.zeros(2, 8, 5, dtype=torch.bfloat16)  # every second row begins within a word
+    odd = [scale[:, :, 1:5], scale[:, :, ::2], apart, scale.float(), scale[0], None]
+    assert not any(map(lies_in_pairs, odd))
 
 
 @each_impl

@@ -84,12 +84,30 @@ def add_product(acc, x, w, SWAP: tl.constexpr):
 
 
 @triton.jit
+def load_pair(pair_ptr, rows, i, last, stride_sn):
+    """The scales of both groups of step i, in one register. Past the last step, its own."""
+    return tl.load(pair_ptr + rows * (stride_sn // 2) + tl.minimum(i, last))
+
+
+@triton.jit
+def of_pair(pair, second: tl.constexpr, DTYPE: tl.constexpr):
+    """One of two scales of 16 bits, in fp32."""
+    if tl.bfloat16 == DTYPE:
+        scale = (pair & -65536 if second else pair << 16).to(tl.float32, bitcast=True)
+    else:
+        half = (pair >> 16 if second else pair).to(tl.int16)
+        scale = half.to(DTYPE, bitcast=True).to(tl.float32)
+    return scale
+
+
+@triton.jit
 def step(
-    acc, xs, w, rows, scale_ptr, x_scales, k0, depth, stride_sn,
+    acc, xs, w, rows, scale_ptr, x_scales, k0, depth, stride_sn, pair,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr, SCALED: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """One block of the depth: acc + x · wᵀ, x in as many parts as a word of w holds weights. Scales that change along
-    the depth are applied to the sum over what shares them; where SCALED, to the weights, which are rounded then."""
+    the depth are applied to the sum over what shares them; where SCALED, to the weights, which are rounded then. Those
+    of both groups are in `pair`, unless it is None."""
     COUNT: tl.constexpr = 4 if FORMAT == "w4" else 2
     if FORMAT == "" or FORMAT == "fp8" or FORMAT == "int8":
         acc = add_product(acc, xs[0], w, SWAP)
@@ -113,8 +131,11 @@ def step(
             part = tl.zeros_like(acc)
             for p in tl.static_range(first, first + SHARED):
                 part = add_product(part, xs[p], ws[p], SWAP)
-            group = tl.minimum(k0 + first * WORDS, depth - 1) // GROUP  # words may go on where the depth ends
-            scale = tl.load(scale_ptr + rows * stride_sn + group).to(tl.float32)
+            if pair is not None:
+                scale = of_pair(pair, first > 0, scale_ptr.dtype.element_ty)
+            else:
+                group = tl.minimum(k0 + first * WORDS, depth - 1) // GROUP  # words may go on where the depth ends
+                scale = tl.load(scale_ptr + rows * stride_sn + group).to(tl.float32)
             _, right = across(scale, scale, SWAP)
             acc += part * right
     return acc
@@ -176,7 +197,7 @@ def gemm_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SWAP: tl.constexpr,
     GATHER: tl.constexpr, COPIED: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, FLATTEN: tl.constexpr,
-    EARLY: tl.constexpr, SETTLED: tl.constexpr, SCALED: tl.constexpr, NATIVE: tl.constexpr,
+    EARLY: tl.constexpr, SETTLED: tl.constexpr, SCALED: tl.constexpr, NATIVE: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     # Of a swapped product, gate and up are rows of different threads: two accumulators. But words are unpacked in
     # registers, and there one long product waits less than two short ones.
@@ -230,6 +251,11 @@ def gemm_kernel(
         acc = tl.zeros((WIDE, BLOCK_M) if SWAP else (BLOCK_M, WIDE), SUM)
         acc2 = acc
         steps = tl.cdiv(packed_depth, X_K)
+        pair = None
+        pair_ptr = None
+        if PAIRED:
+            pair_ptr = s_expert.to(tl.pointer_type(tl.int32), bitcast=True)
+            pair = load_pair(pair_ptr, w_rows, steps * part // SPLIT, steps - 1, stride_sn)
         for i in tl.range(steps * part // SPLIT, steps * (part + 1) // SPLIT):
             w0 = i * X_K
             k0 = i * BLOCK_K
@@ -242,13 +268,15 @@ def gemm_kernel(
                 x_scales = tl.load(x_scale_ptr + token * stride_xs + k0 // SCALES)
             w = load_weights(w_expert, w_desc, w_rows, expert, n0, 0, w0, packed_depth, stride_wn, WIDE, X_K, inter,
                              EVEN)  # fmt: skip
-            acc = step(acc, xs, w, w_rows, s_expert, x_scales, k0, depth, stride_sn, FORMAT, GROUP, SWAP, SCALED,
-                       NATIVE)  # fmt: skip
+            acc = step(acc, xs, w, w_rows, s_expert, x_scales, k0, depth, stride_sn, pair, FORMAT, GROUP, SWAP,
+                       SCALED, NATIVE)  # fmt: skip
+            if PAIRED:  # behind their use: in the same register, and with a step until they are wanted
+                pair = load_pair(pair_ptr, w_rows, i + 1, steps - 1, stride_sn)
             if TWO:
                 w = load_weights(w_expert, w_desc, up_rows, expert, n0, 1, w0, packed_depth, stride_wn, WIDE, X_K,
                                  inter, EVEN)  # fmt: skip
-                acc2 = step(acc2, xs, w, up_rows, s_expert, x_scales, k0, depth, stride_sn, FORMAT, GROUP, SWAP, SCALED,
-                            NATIVE)  # fmt: skip
+                acc2 = step(acc2, xs, w, up_rows, s_expert, x_scales, k0, depth, stride_sn, None, FORMAT, GROUP, SWAP,
+                            SCALED, NATIVE)  # fmt: skip
 
         b_expert = bias_ptr
         if bias_ptr is not None:
@@ -325,6 +353,7 @@ def constants(problem: GemmProblem, tile: GemmTile, call: Gemm, early: bool, sca
         # Of a layer's second product, whose kernel ahead makes its rows. Persistent tiles wait once.
         "SETTLED": early and call.splittable and not problem.gather and not tile.persistent,
         "SCALED": scaled, "NATIVE": not interpreting(),
+        "PAIRED": tile.paired and not scaled and tiles.pairs(problem, tile),
     }  # fmt: skip
 
 
@@ -332,6 +361,13 @@ def scales_weights(tile: GemmTile, dtype: torch.dtype, scale: Tensor | None) -> 
     """Whether scales of groups multiply the weights, as in a layer that was dequantised before. It spares a second
     accumulator, which many rows have no room for, but takes scales in the type of x."""
     return tile.swap and tile.block_m >= 64 and scale is not None and scale.dtype == dtype
+
+
+def lies_in_pairs(scale: Tensor | None) -> bool:
+    """Whether the scales of two neighbouring groups are one word of 32 bits."""
+    if scale is None or scale.dim() != 3 or scale.element_size() != 2 or scale.stride(2) != 1:
+        return False
+    return scale.data_ptr() % 4 == 0 and scale.stride(0) % 2 == 0 and scale.stride(1) % 2 == 0
 
 
 def rows_by_tma(problem: GemmProblem, tile: GemmTile) -> bool:
@@ -387,6 +423,7 @@ def tile_plan(problem: GemmProblem, gpu: Gpu | None, tensors: tuple[Any, ...], c
     lies = w.stride(2) != 1 or (w.is_contiguous() and w.data_ptr() % 16 == 0)  # a copy is made, or none is needed
     by_box = lies and w.shape[2] * w.element_size() % 16 == 0
     tile = tiles.choose(problem, gpu or GPUS["h200"], by_box, call.splittable, call.tile)
+    tile = replace(tile, paired=tile.paired and lies_in_pairs(w_scale))
     copied_w = w.stride(2) != 1 or (tile.tma and not w.is_contiguous())  # a forced tile may ask for TMA
     strides_w = (w.shape[1] * w.shape[2], w.shape[2]) if copied_w else (w.stride(0), w.stride(1))
     copied = tile.copied and problem.gather

@@ -45,11 +45,12 @@ class GemmTile:
     split: int = 1  # parts of the depth; their sums are added by whoever reads the output
     copied: bool = False  # rows are gathered by a copy first, so that TMA can load them
     registers: int = 0  # most of a thread; 0: as many as the compiler likes
+    paired: bool = False  # scales of a step's two groups are loaded together, a step before they are wanted
 
     @property
     def name(self) -> str:
         way = ("decode" if self.block_m < 128 else "turned") if self.swap else "large"
-        flags = [("persistent", self.persistent), ("tma", self.tma), ("copied", self.copied)]
+        flags = [("persistent", self.persistent), ("tma", self.tma), ("copied", self.copied), ("paired", self.paired)]
         words = [f"split{self.split}"] * (self.split > 1) + [word for word, flag in flags if flag]
         words += [f"r{self.registers}"] * (self.registers > 0)
         size = f"{self.block_m}x{self.block_n}x{self.block_k}-w{self.warps}-s{self.stages}"
@@ -95,6 +96,17 @@ def widens(problem: GemmProblem) -> bool:
     return problem.weights in PHASES and problem.dtype != "fp32" and many and not large
 
 
+def pairs(problem: GemmProblem, tile: GemmTile) -> bool:
+    """Whether each step has whole groups of weights, two of them, whose scales of 16 bits lie side by side.
+
+    >>> tile = GemmTile(True, 16, 64, 256, 4, 3)
+    >>> [pairs(GemmProblem(8, 8, 64, d, "bf16", "cuda", "w4", group=128), tile) for d in (2048, 1920)]
+    [True, False]
+    """
+    whole = 64 * PHASES.get(problem.weights, 0)  # weights of words that are packed together
+    return tile.block_k == whole == 2 * problem.group and problem.depth % whole == 0
+
+
 def in_pairs(tile: GemmTile, problem: GemmProblem, gpu: Gpu) -> GemmTile:
     """The tile with so few stages that two programs share a multiprocessor: while one finds out which expert it has,
     which takes four loads after one another, the other keeps the memory busy. With less than three stages the depth of
@@ -128,6 +140,10 @@ def choose(problem: GemmProblem, gpu: Gpu, tma: bool, splittable: bool = False, 
             tile = replace(tile, block_n=columns, warps=4 if problem.block == 16 else 8, stages=3)
             if problem.block == 32 and gpu.has_wgmma:  # two programs on a multiprocessor: 128 of 141 registers
                 tile = replace(tile, registers=128)
+            # Scales in pairs, and with 16 rows three programs: 168 of up to 221 registers. Of an INT4 layer's time 4 to
+            # 8 % (H200, 2026-11-17: Qwen3 at 16, 64 and 256 tokens, Mixtral at 16 and 64).
+            if problem.block <= 32 and gpu.has_wgmma and pairs(problem, tile):
+                tile = replace(tile, paired=True, registers=tile.registers or 168)
         else:
             tile = in_pairs(tile, problem, gpu)
         tile = replace(tile, split=split_of(problem, gpu, tile) if splittable else 1)
@@ -152,11 +168,22 @@ def split_of(problem: GemmProblem, gpu: Gpu, tile: GemmTile) -> int:
     >>> problem = GemmProblem(2, 8, 4096, 14336, "bf16", "cuda", block=16)
     >>> split_of(problem, lookup("h200"), GemmTile(True, 16, 64, 128, 4, 4))
     8
-    >>> problem = GemmProblem(128, 8, 4096, 14336, "bf16", "cuda", "w4", block=32)
-    >>> split_of(problem, lookup("h200"), GemmTile(True, 32, 128, 256, 8, 3))
-    2
+
+    Words with 32 rows are not cut where a tile for each expert nearly fills the two programs of all multiprocessors.
+
+    >>> shapes = [(8, 4096), (8, 3072), (16, 4096)]
+    >>> problems = [GemmProblem(16 * e, e, n, 14336, "bf16", "cuda", "w4", block=32) for e, n in shapes]
+    >>> [split_of(problem, lookup("h200"), GemmTile(True, 32, 128, 256, 8, 3)) for problem in problems]
+    [1, 2, 1]
     """
-    tiles = most_tiles(problem.rows, problem.experts, tile.block_m) * -(-problem.width // tile.block_n)
+    columns = -(-problem.width // tile.block_n)
+    # Mixtral at 64 tokens has 256 programs for 264 places. Whole, they save the sums of parts: 2.4 % of the layer, with
+    # scales in pairs 0.7 % (H200, 2026-11-17).
+    if problem.weights in PHASES and tile.block_m == 32 and gpu.has_wgmma:
+        full = min(problem.rows, problem.experts) * columns / (2 * gpu.sms)
+        if 0.95 <= full <= 1:
+            return 1
+    tiles = most_tiles(problem.rows, problem.experts, tile.block_m) * columns
     steps = -(-problem.depth // tile.block_k)
     wanted = (6 if problem.weights in PHASES and tile.block_m == 16 else 4) * gpu.sms
     split = 1
