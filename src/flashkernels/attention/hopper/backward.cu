@@ -75,26 +75,29 @@ struct Producer {
       // Asked for now and looked at after the loads of this tile: the answer takes a microsecond.
       if (lane == 0) t = atomicAdd(p.counters, 1) + gridDim.x;
       const Queries queries = queries_of(p, w);
-      const int batch = VARLEN ? 0 : w.batch;
+      const int batch = VARLEN ? 0 : w.batch, count = queries.count();
 #pragma unroll 1
       for (int g = 0; g < p.group; g++) {
-        const int head = w.head * p.group + g, first = first_block(p, w.batch, w.q_row, head);
+        const int head = w.head * p.group + g, first = first_place(p, w.batch, w.q_row, head) + queries.first;
         u32 poisoned = 0;  // of 32 blocks, a bit for each
 #pragma unroll 1
-        for (int m = queries.first; m < queries.end; m++) {
-          const int at = m - queries.first & 31;
-          if (HIDES && at == 0) poisoned = __ballot_sync(~0u, m + lane < queries.end && p.poisoned[first + m + lane]);
-          const i64 statistics = (i64)(first + m) * BLOCK;
-          const bool bad = poisoned >> at & 1;
+        for (int i = 0; i < count; i++) {
+          if (HIDES && i % 32 == 0) {
+            const int at = first + (i + lane) * BLOCK;  // `rows` has blocks at multiples of BLOCK: of two, some rows
+            const bool exists = i + lane < count;
+            poisoned = __ballot_sync(~0u, exists && (p.poisoned[at / BLOCK] | p.poisoned[(at + BLOCK - 1) / BLOCK]));
+          }
+          const int row = w.q_row + queries.first + i * BLOCK, place = first + i * BLOCK;
+          const bool bad = poisoned >> (i & 31) & 1;
           mbarrier::wait(smem + Q_EMPTY + 8 * q.stage, q.phase);
-          load<K_CHUNKS>(smem + Q_AT + Q_TILE * q.stage, smem + Q_FULL + 8 * q.stage, p.q, w.q_row + m * BLOCK, head,
-                         batch, smem + LEVEL_AT + STATISTICS * q.stage, p.level + statistics, bad);
+          load<K_CHUNKS>(smem + Q_AT + Q_TILE * q.stage, smem + Q_FULL + 8 * q.stage, p.q, row, head, batch,
+                         smem + LEVEL_AT + STATISTICS * q.stage, p.level + place, bad);
           q.advance();
           mbarrier::wait(smem + O_EMPTY + 8 * o.stage, o.phase);
-          load<V_CHUNKS>(smem + O_AT + O_TILE * o.stage, smem + O_FULL + 8 * o.stage, p.grad_out, w.q_row + m * BLOCK,
-                         head, batch, smem + DELTA_AT + STATISTICS * o.stage, p.delta + statistics, bad);
+          load<V_CHUNKS>(smem + O_AT + O_TILE * o.stage, smem + O_FULL + 8 * o.stage, p.grad_out, row, head, batch,
+                         smem + DELTA_AT + STATISTICS * o.stage, p.delta + place, bad);
           o.advance();
-          if (g == 0 && m == queries.first) {
+          if (g == 0 && i == 0) {
             mbarrier::wait(smem + KV_EMPTY, kv_phase);
             kv_phase ^= 1;
             load_keys(w, batch);

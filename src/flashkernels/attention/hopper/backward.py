@@ -46,7 +46,7 @@ class Params(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("scale", "softcap", "grad_scale")),
         *((name, ctypes.c_int) for name in (
             "batch", "heads", "group", "kv_heads", "seq_q", "seq_k", "total_q", "total_k_rows", "left", "right",
-            "blocks", "key_blocks", "tiles", "section", "own_blocks", "bad_blocks", "has_sinks",
+            "blocks", "key_blocks", "places", "tiles", "section", "own_blocks", "bad_blocks", "has_sinks",
         )),
     )  # fmt: skip
 
@@ -80,7 +80,8 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
     make_dkdv = variant.adds_dq or variant.want_k or variant.want_v
     hides = call.band != (-1, -1) or call.varlen
     rows_of_heads, rows_of_keys = (n * (1 if call.varlen else call.batch) for n in (call.heads, call.kv_heads))
-    blocks = params.blocks * rows_of_heads
+    places = params.places
+    blocks = places // size
     grid = min(gpu.sms, tiles.most_tiles(call, variant))
     own_blocks = params.own_blocks * rows_of_heads if variant.own_dq and variant.want_q else 0
     bad_blocks = params.bad_blocks * rows_of_keys if own_blocks and hides else 0
@@ -91,7 +92,7 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
     mapped, known = (0, 0, 0, 0), driver.Kept()
     outputs = [output(x, call.varlen) if name in wanted else None for name, x in zip("qkv", tensors[:3], strict=True)]
     # Level, delta and a note for each block. dQ's own memory has them where `queries` writes all of it in the end.
-    noted = blocks * (2 * size + 1)
+    noted = 2 * places + blocks
     in_dq = variant.adds_dq and not call.varlen and 2 * noted <= call.total_q * call.heads * call.head_dim
 
     def run(tensors: Tensors, given: Given, softmax_scale: float, softcap: float) -> list[Tensor | None]:
@@ -106,7 +107,7 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
         grads = [None if fresh is None else fresh() for fresh in outputs]
         statistics = grads[0] if in_dq and grads[0] is not None else lse.new_empty(noted)
         level = statistics.data_ptr()
-        delta, notes = level + 4 * blocks * size, level + 8 * blocks * size
+        delta, notes = level + 4 * places, level + 8 * places
         sums = lse.new_empty(blocks * variant.sums) if variant.adds_dq else None
         bad = lse.new_empty(2 * bad_blocks, dtype=torch.int64) if bad_blocks else None
         row_delta = torch.zeros_like(lse) if "sinks" in wanted else None
@@ -178,6 +179,7 @@ def described(
     grad_lse = (0, 0, 0) if given.grad_lse is None else (0, *given.grad_lse.stride())[-3:]
     left, right = (FAR if side < 0 else min(side, FAR) for side in call.band)
     section = heads_together(call.batch * call.kv_heads, call.walked_bytes, SECTION_BYTES)
+    blocks = cut(call.seq_q, call.total_q, variant.tile.queries)
     return Params(
         q_strides=three(*strides_of(q)[:3]), k_strides=three(*strides_of(k)[:3]), v_strides=three(*strides_of(v)[:3]),
         out_strides=three(*strides_of(out)[:3]),
@@ -189,7 +191,7 @@ def described(
         batch=call.batch, heads=call.heads, group=call.heads // call.kv_heads, kv_heads=call.kv_heads,
         seq_q=call.seq_q, seq_k=call.seq_k, total_q=call.total_q,
         total_k_rows=call.total_k if call.varlen else call.seq_k, left=left, right=right,
-        blocks=cut(call.seq_q, call.total_q, variant.tile.queries),
+        blocks=blocks, places=blocks * variant.tile.queries * call.heads * (1 if call.varlen else call.batch),
         own_blocks=cut(call.seq_q, call.total_q, OWN_QUERIES),
         bad_blocks=cut(call.seq_k, call.total_k, OWN_KEYS),
         key_blocks=-(-call.seq_k // variant.tile.keys),

@@ -61,11 +61,11 @@ def query_blocks(call: AttentionProblem, variant: BackwardVariant) -> list[int]:
     queries, keys, (left, right) = variant.tile.queries, variant.tile.keys, call.band
     sizes = (call.total_q, call.total_k) if call.varlen else (call.seq_q * call.batch, call.seq_k * call.batch)
     seq_q, seq_k = (max(1, size // max(1, call.batch)) for size in sizes)
-    shift, every = seq_k - seq_q, -(-seq_q // queries)
+    shift = seq_k - seq_q
     counts = []
     for key in range(0, seq_k, keys):
         last = min(key + keys, seq_k) - 1
-        first = 0 if right < 0 else min(every - 1, max(0, key - shift - right) // queries)
-        end = every if left < 0 else min(every, max(0, last - shift + left + queries) // queries)
-        counts.append(max(1, end - first))
+        first = 0 if right < 0 else min(seq_q - 1, max(0, key - shift - right)) // 16 * 16
+        end = seq_q if left < 0 else min(seq_q, last - shift + left + 1)
+        counts.append(max(1, -(-(end - first) // queries)))
     return counts

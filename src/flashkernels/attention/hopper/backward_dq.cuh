@@ -131,7 +131,7 @@ struct Consumer {
   DEVICE Consumer(const Params& p, const Place& x, u32 smem, int group, int warp, int lane)
       : p(p), x(x), smem(smem), group(group), warp(warp), lane(lane), k(0), v(0) {
     const int shift = x.seq_k - x.seq_q, first = x.query + group * 64;
-    const i64 block = first_block(p, x.batch, x.q_row, x.head) + first / BLOCK;
+    const i64 place = first_place(p, x.batch, x.q_row, x.head) + first;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int row = warp * 16 + lane / 4 + 8 * r;
@@ -139,8 +139,8 @@ struct Consumer {
       diagonal[r] = first + row + shift;
       begin[r] = LEFT ? diagonal[r] - p.left : 0;
       end[r] = RIGHT ? min(x.seq_k, diagonal[r] + p.right + 1) : x.seq_k;
-      level[r] = exists ? p.level[block * BLOCK + row] : INF;
-      delta[r] = exists ? p.delta[block * BLOCK + row] : 0.f;
+      level[r] = exists ? p.level[place + row] : INF;
+      delta[r] = exists ? p.delta[place + row] : 0.f;
     }
     clear_from = LEFT ? ceil_div(max(0, first + 63 + shift - p.left), 64) : 0;
     clear_to = x.seq_k / 64;

@@ -17,7 +17,7 @@ struct Pair : Tile {
       : Tile(p, smem, group, warp, lane),
         k_columns(wgmma::by_column(smem + K_AT + group * (DQ_FIRST / 64) * KEYS * ROW, ROW, KEYS)) {}
 
-  // N columns of dQ of the n-th block are added to block `to`. Afterwards nothing is in flight: with dK or dV behind
+  // N columns of dQ of the n-th block are added to that at `to`. Afterwards nothing is in flight: with dK or dV behind
   // it, heads from 224 on would not fit the registers.
   template <int N> DEVICE void make_dq(u32 n, int to) {
     float dq[N / 2];
@@ -85,7 +85,7 @@ struct Weights : Pair {
       step<true, true>();
 #pragma unroll 1
       for (int i = 1; i < count; i++) {
-        if (is_clear(m)) step<false, false>();
+        if (is_clear(row)) step<false, false>();
         else step<true, false>();
       }
       if constexpr (ADDS) {

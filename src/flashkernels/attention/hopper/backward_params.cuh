@@ -11,7 +11,7 @@ struct Params {
   const float *lse, *grad_lse;  // grad_lse may be null
   u16 *dq, *dk, *dv;            // null: not wanted
   float* row_delta;             // delta, laid out like lse: for the gradient of the sinks; null: not wanted
-  float *level, *delta, *sums;  // of each query block: made by `rows`, read by `backward`; sums: dQ, in fragment order
+  float *level, *delta, *sums;  // of each place: made by `rows`, read by `backward`; sums: dQ, in fragment order
   int* poisoned;                // query blocks whose Q or dO may have a NaN or Inf,
   void* bad_keys;               // and keys whose K has one: by `keys`, for `gradient_of_queries`
   int* counters;                // zero at launch, and zero again at its end
@@ -28,6 +28,7 @@ struct Params {
   int seq_q, seq_k, total_q, total_k_rows;  // total_k_rows: in a sequence, or of a ragged batch
   int left, right;              // window
   int blocks, key_blocks;       // query blocks and key blocks of a head
+  int places;                   // rows of all heads' query blocks
   int tiles, section;           // all tiles; key heads that are worked on side by side
   int own_blocks, bad_blocks;   // blocks of a head: of 128 queries in `gradient_of_queries`, of 64 keys in `bad_keys`
   int has_sinks;

@@ -41,14 +41,13 @@ DEVICE u32 turn(u32 pair) {
   return y;
 }
 
-// The sums are in fragment order: [16 queries][8 columns][lane][4], or, of dQ on its side, [16 columns][8
-// queries][lane][4]. One warp for 16 queries.
+// One warp for 16 queries.
 extern "C" __global__ void __launch_bounds__(2 * BLOCK) queries(const __grid_constant__ Params p) {
   wait_for_previous();
   const QueryBlock b = query_block(p, blockIdx.x);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = warp * 16 + lane / 4;
   if (!WANT_Q || b.rows <= warp * 16) return;
-  const float4* sums = (const float4*)(p.sums + (i64)blockIdx.x * SUMS) + lane;
+  const int place = blockIdx.x * BLOCK + warp * 16;
   u16* to = p.dq + b.batch * p.dq_strides.batch + b.head * p.dq_strides.head +
             (i64)(b.q_row + b.first + first) * p.dq_strides.seq;
   if constexpr (TALL) {
@@ -57,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(2 * BLOCK) queries(const __grid_con
     for (int c = 0; c < SUMS / BLOCK / 16; c++)
 #pragma unroll
       for (int r = 0; r < 2; r++) {
-        const float4 four = __ldcs(sums + (c * (BLOCK / 8) + 2 * warp + r) * 32);
+        const float4 four = __ldcs((const float4*)sums_at(p, place, c) + r * 32 + lane);
         words[2 * c][r] = turn(pack(four.x * p.grad_scale, four.y * p.grad_scale));
         words[2 * c + 1][r] = turn(pack(four.z * p.grad_scale, four.w * p.grad_scale));
       }
@@ -66,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(2 * BLOCK) queries(const __grid_con
     float x[D / 2];
 #pragma unroll
     for (int j = 0; j < D / 8; j++) {
-      const float4 four = __ldcs(sums + (warp * (D / 8) + j) * 32);  // read for the last time
+      const float4 four = __ldcs((const float4*)sums_at(p, place, 0) + j * 32 + lane);  // read for the last time
       x[4 * j] = four.x, x[4 * j + 1] = four.y, x[4 * j + 2] = four.z, x[4 * j + 3] = four.w;
     }
     store_rows<D>(x, {p.grad_scale, p.grad_scale}, to, p.dq_strides.seq, b.rows - first, lane);

@@ -31,14 +31,14 @@ DEVICE bool is_finite(float x) { return x - x == 0.f; }
 DEVICE float dot(u32 x, u32 y) { return fmaf(low(x), low(y), high(x) * high(y)); }
 DEVICE float dot(uint4 x, uint4 y) { return dot(x.x, y.x) + dot(x.y, y.y) + dot(x.z, y.z) + dot(x.w, y.w); }
 
-// A block of queries of one head, by their place in `level`, `delta`, `sums` and `poisoned`. `rows` <= 0: nobody's.
+// A block of queries of one head, at a multiple of BLOCK places. `rows` <= 0: nobody's.
 struct QueryBlock {
   int batch, head, q_row, first, rows;  // first: row of its sequence; rows: of the sequence, from there on
 };
 
-DEVICE QueryBlock query_block(const Params& p, int place) {
+DEVICE QueryBlock query_block(const Params& p, int block) {
   QueryBlock b;
-  const int row = place / p.blocks, at = place % p.blocks;
+  const int row = block / p.blocks, at = block % p.blocks;
   if (VARLEN) {
     b.batch = last_sequence(p.cu_q, p.batch, at, BLOCK);
     b.head = row;
@@ -55,16 +55,21 @@ DEVICE QueryBlock query_block(const Params& p, int place) {
   return b;
 }
 
+// The i-th sum of the block's dQ: of all parts, one after the other.
+DEVICE float* sum_of_block(const Params& p, int i) {
+  constexpr int PART = TALL ? BLOCK * 16 : SUMS;
+  return sums_at(p, blockIdx.x * BLOCK, i / PART) + i % PART;
+}
+
 // dQ of a row with the level NaN is NaN, also where the row sees no key but those that `Tile::clean` hides.
 DEVICE void poison_sums(const Params& p, int thread) {
   const float* levels = p.level + (i64)blockIdx.x * BLOCK;
-  float* sums = p.sums + (i64)blockIdx.x * SUMS;
   for (int i = thread; i < SUMS; i += 256) {
     const int fragment = i / 128, lane = i / 4 % 32, e = i % 4;  // as `queries` reads them
     const int row = TALL ? fragment % (BLOCK / 8) * 8 + 2 * (lane % 4) + e % 2
                          : fragment / (D / 8) * 16 + lane / 4 + 8 * (e / 2);
     const float level = levels[row];
-    if (level != level) sums[i] = level;
+    if (level != level) *sum_of_block(p, i) = level;
   }
 }
 
@@ -80,11 +85,9 @@ extern "C" __global__ void __launch_bounds__(256) rows(const __grid_constant__ P
   const QueryBlock b = query_block(p, blockIdx.x);
   const int t = threadIdx.x;
   if (b.rows <= 0) return;
-  if (WANT_Q) {
-    float4* sums = (float4*)(p.sums + (i64)blockIdx.x * SUMS);
+  if (WANT_Q)
 #pragma unroll 4
-    for (int i = t; i < SUMS / 4; i += 256) sums[i] = {0.f, 0.f, 0.f, 0.f};
-  }
+    for (int i = 4 * t; i < SUMS; i += 4 * 256) *(float4*)sum_of_block(p, i) = {0.f, 0.f, 0.f, 0.f};
   constexpr int WIDEST = D > DV ? D : DV, LANES = WIDEST <= 64 ? 8 : WIDEST <= 128 ? 16 : 32;  // of a row
   const int lane = t % LANES;
   const i64 row = b.q_row + b.first;

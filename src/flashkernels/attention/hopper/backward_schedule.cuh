@@ -39,26 +39,35 @@ DEVICE Work decode(const Params& p, int t, int lane) {
   return w;
 }
 
-// Query blocks [first, end) that see some key of the tile. There is always one to walk, even where nothing is visible;
-// the mask then hides all of it.
+// Rows [first, end) of the blocks that see some key of the tile. They start where the first such query is, at a multiple
+// of 16: with blocks at multiples of their size, 80 queries and a causal mask, a tile would have 0.8 blocks more to
+// walk, of 27 at S=4096. There is always one, even where nothing is visible; the mask then hides all of it. The last
+// one ends where the sequence's last block at a multiple of its size does, or before.
 struct Queries {
   int first, end;
-  DEVICE int count() const { return end - first; }
+  DEVICE int count() const { return (end - first) / BLOCK; }
 };
 
 DEVICE Queries queries_of(const Params& p, const Work& w) {
   const int shift = w.seq_k - w.seq_q, key = w.block * KEYS, last = min(key + KEYS, w.seq_k) - 1;
-  const int all = ceil_div(w.seq_q, BLOCK);
-  int first = 0, end = all;
-  if (RIGHT) first = min(all - 1, max(0, key - shift - p.right) / BLOCK);
-  if (LEFT) end = min(all, max(0, last - shift + p.left + BLOCK) / BLOCK);
-  return {first, max(end, first + 1)};
+  int first = 0, end = w.seq_q;
+  if (RIGHT) first = min(w.seq_q - 1, max(0, key - shift - p.right)) / 16 * 16;
+  if (LEFT) end = min(end, last - shift + p.left + 1);
+  const int rows = max(1, ceil_div(end - first, BLOCK)) * BLOCK;
+  first = min(first, round_up(w.seq_q, BLOCK) - rows);
+  return {first, first + rows};
 }
 
-// The first block of this query head in `level`, `delta`, `sums` and `poisoned`. A sequence of a ragged batch starts at
-// a place that leaves room for the ragged ends of those before it.
-DEVICE int first_block(const Params& p, int batch, int q_row, int head) {
-  return VARLEN ? head * p.blocks + q_row / BLOCK + batch : (batch * p.heads + head) * p.blocks;
+// The place of this query head's first row in `level`, `delta` and `sums`; a multiple of BLOCK. A sequence of a ragged
+// batch starts at a place that leaves room for the ragged ends of those before it.
+DEVICE int first_place(const Params& p, int batch, int q_row, int head) {
+  return (VARLEN ? head * p.blocks + q_row / BLOCK + batch : (batch * p.heads + head) * p.blocks) * BLOCK;
+}
+
+// The sums of dQ from a place on, a multiple of 16: [16 queries][8 columns][lane][4]. Of dQ on its side each part of 16
+// columns is apart, [8 queries][lane][4]: so the rows of any block follow one another.
+DEVICE float* sums_at(const Params& p, int place, int part) {
+  return p.sums + (TALL ? ((i64)part * p.places + place) * 16 : (i64)place * D);
 }
 
 // Blocks of `size` rows of a ragged batch: sequence b starts at block starts[b] / size + b. The last one that starts at

@@ -62,7 +62,7 @@ struct Consumer : Tile {
     const int part = SHARES_DQ ? group * 4 + warp : warp;
     if (part * 16 >= D) return;  // past the head's end
     constexpr int COUNT = DQ_COLUMNS / 8;
-    add_fragments(dq, p.sums + (i64)to * SUMS + part * (COUNT * 128), COUNT);
+    add_fragments(dq, sums_at(p, to, part), COUNT);
   }
 
   // Weights of block n and its dP; S and dP are under way.

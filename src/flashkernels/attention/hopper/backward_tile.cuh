@@ -41,10 +41,10 @@ struct Tile {
   Work w;
   Queries queries;
   int first_key;               // of this warpgroup
-  int clear_from, clear_to;    // query blocks in between see all of this warpgroup's keys
+  int clear_from, clear_to;    // blocks that start at rows in between see all of this warpgroup's keys
   int lowest[2], highest[2];   // queries that see the thread's two keys, less 2 * (lane % 4)
-  int m, block, head;          // the next block to compute scores of: in its head, in all, and whose
-  int previous;                // the block before the current one
+  int row, place, head;        // where the next block to compute scores of starts: in its head, in all; and whose
+  int previous;                // the place of the block before the current one
   float slope;
 
   DEVICE Tile(const Params& p, u32 smem, int group, int warp, int lane)
@@ -82,12 +82,14 @@ struct Tile {
       w.seq_k = broadcast(w.seq_k);
     }
     queries = queries_of(p, w);
+    queries.first = broadcast(queries.first);
+    queries.end = broadcast(queries.end);
     first_key = w.block * KEYS + (PAIRED ? 0 : group * 64);
     const int shift = w.seq_k - w.seq_q;
-    clear_from = 0;
-    clear_to = first_key + 64 > w.seq_k ? 0 : VARLEN ? w.seq_q / BLOCK : queries.end;
-    if (RIGHT) clear_from = ceil_div(max(0, first_key + 63 - shift - p.right), BLOCK);
-    if (LEFT) clear_to = min(clear_to, max(0, first_key - shift + p.left + 1) / BLOCK);
+    clear_from = RIGHT ? first_key + 63 - shift - p.right : 0;
+    clear_to = (VARLEN ? w.seq_q : queries.end) - BLOCK + 1;
+    if (LEFT) clear_to = min(clear_to, first_key - shift + p.left - BLOCK + 2);
+    if (first_key + 64 > w.seq_k) clear_to = 0;
     mbarrier::wait(smem + K_FULL, slot());
     mbarrier::wait(smem + V_FULL, slot());
     u32 bad = 0;
@@ -104,27 +106,30 @@ struct Tile {
       if (HIDES && bad >> (4 * r) & 1) lowest[r] = max(low, 0) <= high ? HARMED : HIDDEN;
       if (key >= w.seq_k) lowest[r] = HIDDEN;
     }
-    m = queries.first;
+    row = queries.first;
     head = w.head * p.group;
-    block = first_block(p, w.batch, w.q_row, head) + m;
+    place = first_place(p, w.batch, w.q_row, head) + row;
     take_slope();
     return true;
   }
 
   DEVICE int steps() const { return queries.count() * p.group; }
-  DEVICE bool is_clear(int m) const { return m >= clear_from && (!(LEFT || VARLEN) || m < clear_to); }
-  // The block after `m`: the walk goes through all query heads of the group.
-  DEVICE int after(int m) const { return m + 1 == queries.end ? queries.first : m + 1; }
+  DEVICE bool is_clear(int row) const { return row >= clear_from && (!(LEFT || VARLEN) || row < clear_to); }
+  // The block after that of `row`: the walk goes through all query heads of the group.
+  DEVICE int after(int row) const { return row + BLOCK == queries.end ? queries.first : row + BLOCK; }
+  // Places from the end of one head's blocks to the first of the next.
+  DEVICE int gap() const { return p.blocks * BLOCK - (queries.end - queries.first); }
 
-  // The block whose dS is next: the one before `block` in the walk.
-  DEVICE int current() const { return block - 1 - (m == queries.first ? p.blocks - queries.count() : 0); }
+  // The block whose dS is next: the one before `place` in the walk.
+  DEVICE int current() const { return place - BLOCK - (row == queries.first ? gap() : 0); }
 
   DEVICE void advance() {
     previous = current();
-    block++;
-    if (++m == queries.end) {
-      m = queries.first;
-      block += p.blocks - queries.count();
+    place += BLOCK;
+    row += BLOCK;
+    if (row == queries.end) {
+      row = queries.first;
+      place += gap();
       head++;
       take_slope();
     }
@@ -216,7 +221,7 @@ struct Tile {
     return {a.x, a.y, b.x, b.y};
   }
 
-  // P = 2^(logit - level) in 16 bits, of block m; with a softcap also P * (1 - tanh²), which dS is made of.
+  // P = 2^(logit - level) in 16 bits, of the next block; with a softcap also P * (1 - tanh²), which dS is made of.
   template <bool MASKED>
   DEVICE void weigh(const float (&s)[SCORES], int stage, u32 (&weights)[WORDS], u32 (&capped)[SOFTCAP ? WORDS : 1]) {
     const u32 levels = smem + LEVEL_AT + STATISTICS * stage;
@@ -224,10 +229,10 @@ struct Tile {
     float away[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      low[r] = lowest[r] - m * BLOCK;
-      high[r] = highest[r] - m * BLOCK;
+      low[r] = lowest[r] - row;
+      high[r] = highest[r] - row;
       if (ALIBI)
-        away[r] = (float)(m * BLOCK + 2 * (lane & 3) + w.seq_k - w.seq_q - first_key - warp * 16 - lane / 4 - 8 * r);
+        away[r] = (float)(row + 2 * (lane & 3) + w.seq_k - w.seq_q - first_key - warp * 16 - lane / 4 - 8 * r);
     }
 #pragma unroll
     for (int j = 0; j < BLOCK / 8; j += 2) {
@@ -331,9 +336,9 @@ struct Tile {
                      "cp.async.bulk.commit_group;" ::"l"(sums), "r"(stage), "r"(count * 512) : "memory");
     }
   }
-  // N columns from `column` on of block `to`'s dQ. The last may be past the head's end.
+  // N columns from `column` on of dQ of the block at `to`. The last may be past the head's end.
   template <int N> DEVICE void add_dq(const float (&dq)[N / 2], int to, int column) {
-    float* sums = p.sums + (i64)to * SUMS + warp * 16 * D + column * 16;
+    float* sums = sums_at(p, to, 0) + warp * 16 * D + column * 16;
     add_fragments(dq, sums, D % N ? min(N, D - column) / 8 : N / 8);
   }
   // No copy may still read shared memory when a block ends.
@@ -364,13 +369,13 @@ template <bool PARITY, class Consumer> DEVICE void walk(Consumer& c, int last) {
   if constexpr (SHARES_DQ) {
 #pragma unroll 1
     for (; last > 0; last--) {
-      if (c.is_clear(c.m)) c.template step<false, true>();
+      if (c.is_clear(c.row)) c.template step<false, true>();
       else c.template step<true, true>();
     }
   } else {
 #pragma unroll 1
     for (; last > 1; last -= 2) {
-      if (c.is_clear(c.m) && c.is_clear(c.after(c.m))) {
+      if (c.is_clear(c.row) && c.is_clear(c.after(c.row))) {
         c.template step<false, !PARITY>();
         c.template step<false, PARITY>();
       } else {
