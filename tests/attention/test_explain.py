@@ -117,10 +117,11 @@ def test_the_text_says_what_hopper_does(best: Any) -> None:
 def test_every_setting_of_a_hopper_tile_has_words() -> None:
     assert {f.name for f in fields(HopperTile) if f.type == "bool"} == set(module.WORDS)
     numbers = {f.name for f in fields(HopperTile) if f.type == "int"}
-    assert numbers == {"groups", "block_n", "stages", "q_stages", "cluster"}
-    with fk.use_tile(tile=HopperTile(2, 64, 2, cluster=2, q_stages=2)):
+    assert numbers == {"groups", "block_n", "stages", "q_stages", "cluster", "late"}
+    with fk.use_tile(tile=HopperTile(2, 64, 2, cluster=2, q_stages=2, late=3)):
         text = str(fk.explain("attention", problem=replace(PROBLEM, causal=False), gpu="h200"))
-    assert "  128 rows x 64 keys, 2 stages, Q in 2 stages, 2 blocks share their loads" in text.splitlines()
+    words = "  128 rows x 64 keys, 2 stages, Q in 2 stages, 2 blocks share their loads, one set of P for 3 steps"
+    assert words in text.splitlines()
     text = str(fk.explain("attention", problem=replace(PROBLEM, head_dim=264, head_dim_v=264), gpu="h200"))
     words = "  64 rows x 128 keys, 5 stages of 128 columns of K or 32 keys of V, 2 blocks share their loads"
     assert words in text.splitlines()

@@ -102,6 +102,14 @@ def test_a_tile_says_whose_it_is() -> None:
             select(IMPLS, PROBLEM, gpu, "triton")
 
 
+@pytest.mark.parametrize(("dtype", "late", "most"), [("bf16", 8, 7), ("bf16", -1, 7), ("fp8", 4, 3)])
+def test_a_step_of_its_products_has_two_sets_of_weights(dtype: str, late: int, most: int) -> None:
+    problem = replace(PROBLEM, head_dim=64, head_dim_v=64, dtype=dtype)
+    with pytest.raises(fk.TilingError, match=f"0 to {most} can have one set of P"):
+        tiles.choose(problem, 132, HopperTile(2, 128, late=late))
+    assert tiles.choose(problem, 132, HopperTile(2, 128, late=most)).variant.tile.name == f"128x128-s2-late{most}"
+
+
 # What TMA can read
 
 

@@ -211,6 +211,7 @@ def _lines(launch: HopperLaunch, problem: AttentionProblem) -> list[str]:
     flags = [words for name, words in WORDS.items() if getattr(tile, name)]
     flags += [f"Q in {tile.q_stages} stages"] if tile.q_stages > 1 else []
     flags += [f"{tile.cluster} blocks share their loads"] if tile.cluster > 1 else []
+    flags += [f"one set of P for {tile.late} steps"] if tile.late else []
     heads = f"{pack} query heads share a row block" if pack > 1 else "one query head a row block"
     which = "all" if launch.cut == launch.tiles else f"the last {launch.cut}"
     parts = f"{which} tiles cut by keys for {launch.shares} blocks" if launch.cut else "no tile cut by keys"

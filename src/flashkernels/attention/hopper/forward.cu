@@ -116,6 +116,11 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int lane) {
   if (rank == 0 && leader) leave_counters(p.counters, (int)gridDim.x / CLUSTER);
 }
 
+// `wgmma::wait`, in other words: two arms of a branch that are the same would become one.
+template <int N> DEVICE void wait_rare() {
+  asm volatile("wgmma.wait_group.sync.aligned %0; // rare" ::"n"(N) : "memory");
+}
+
 struct Consumer {
   const Params& p;
   const u32 smem, rank;
@@ -135,6 +140,7 @@ struct Consumer {
   Softmax softmax;
   float s[BLOCK_N / 2], o[DV / 2];
   u32 q[Q_IN_REGISTERS ? QK_STEPS * 4 : 1];
+  LateWeights late;  // P, but for what it has two sets of
 
   DEVICE Consumer(const Params& p, u32 smem, u32 rank, int group, int warp, int lane)
       : p(p), smem(smem), rank(rank), group(group), warp(warp), lane(lane), k(0), v(0), q_ring(0), mail(smem, 0),
@@ -222,11 +228,17 @@ struct Consumer {
     }
     wgmma::commit();
   }
-  DEVICE void issue_pv(const u32 (&weights)[P_WORDS]) {  // O += P·V
+  DEVICE void issue_pv(const Weights& weights) {  // O += P·V
     const u32 at_v = first_v + v.stage * (V_TILE >> 4);
+#pragma unroll
+    for (int i = 0; i < LATE; i++) {
+      if (i % LATE_GROUP == 0) wgmma::fence();
+      mma_pv(o, late + 4 * i, wgmma::descriptor(at_v + (value_step(EARLY + i) >> 4), V_WIDTH));
+      if (i % LATE_GROUP == LATE_GROUP - 1 || i == LATE - 1) wgmma::commit();
+    }
     wgmma::fence();
 #pragma unroll
-    for (int i = 0; i < PV_STEPS; i++)
+    for (int i = 0; i < EARLY; i++)
       mma_pv(o, weights + 4 * i, wgmma::descriptor(at_v + (value_step(i) >> 4), V_WIDTH));
     wgmma::commit();
   }
@@ -284,17 +296,35 @@ struct Consumer {
   }
 
   // The softmax of a query tile's first key tile.
-  DEVICE void first_softmax(u32 (&weights)[P_WORDS]) {
+  DEVICE void first_softmax(Weights& weights) {
     const float of_keys = scale_of(keys.end - 1);
     take_scale(of_keys);
     transform(p, s, rows, of_keys, keys.end - 1, lane);
     if (!is_clear(keys.end - 1)) hide(s, rows, keys.end - 1, lane);
-    softmax.begin(s, weights);
+    softmax.begin(s, weights, late);
+  }
+
+  // The exponentials of the late steps, group by group: each as soon as P·V has read the P that it replaces.
+  template <int GROUP> DEVICE void late_exponentials(int tile, float (&part)[2][2]) {
+    if constexpr (GROUP < LATE_GROUPS) {
+      constexpr int FIRST = GROUP * LATE_GROUP, STEPS = LATE - FIRST < LATE_GROUP ? LATE - FIRST : LATE_GROUP;
+      u32(&freed)[4 * STEPS] = (u32(&)[4 * STEPS])late[4 * FIRST];
+      keep(part[0]);  // or the additions move behind the branch, and all weights stay alive until there
+      keep(part[1]);
+      // A branch that no tile takes: ptxas would hoist these waits above all exponentials, but not out of a branch.
+      // (This one depends on no exponential, so that those ahead of it may still be under way.)
+      if (__builtin_expect(tile < 0, 0)) wait_rare<LATE_GROUPS - GROUP>();
+      else wgmma::wait<LATE_GROUPS - GROUP>();
+      keep(freed);
+      softmax.exponentials<EARLY + FIRST>(s, freed, part);
+      keep(freed);
+      late_exponentials<GROUP + 1>(tile, part);
+    }
   }
 
   // One key tile: S = Q·Kᵀ and, from the tile before it, O += P·V; then the softmax of S into the other P.
   template <bool MASKED>
-  DEVICE void step(int tile, u32 (&weights)[P_WORDS], u32 (&next)[P_WORDS]) {
+  DEVICE void step(int tile, Weights& weights, Weights& next) {
     const float of_keys = scale_of(tile);
     await_k();
     await_turn();
@@ -302,19 +332,21 @@ struct Consumer {
     await_v();
     issue_pv(weights);
     pass_turn();
-    wgmma::wait<1>();
+    wgmma::wait<LATE_GROUPS + 1>();
     release_operands(!Q_IN_REGISTERS && tile == keys.first);
     take_scale(of_keys);
     transform(p, s, rows, of_keys, tile, lane);
     if (MASKED) hide(s, rows, tile, lane);
-    float sum[2];
-    softmax.exponentials(s, next, sum);
+    float part[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
+    softmax.exponentials<0>(s, next, part);
     keep(next);
+    late_exponentials<0>(tile, part);
+    float sum[2] = {part[0][0] + part[0][1], part[1][0] + part[1][1]};
     // The wait for P·V is behind a branch that depends on every exponential: ptxas would hoist it above them.
     if (__builtin_expect(Softmax::outgrown(sum), 0)) {
       wgmma::wait_all_rare();
       keep(weights);
-      softmax.renew(s, next, sum, o);
+      softmax.renew(s, next, late, sum, o);
     } else {
       wgmma::wait<0>();
       keep(weights);
@@ -325,7 +357,7 @@ struct Consumer {
   }
 
   // Steps come in pairs, so that P alternates between two sets of registers: a copy in the loop would serialise.
-  DEVICE void walk_keys(u32 (&even)[P_WORDS], u32 (&odd)[P_WORDS]) {
+  DEVICE void walk_keys(Weights& even, Weights& odd) {
     int tile = keys.end - 2;
 #pragma unroll
     for (int i = 0; i < DV / 2; i++) o[i] = 0.f;
@@ -351,7 +383,7 @@ struct Consumer {
     if (tile == keys.first) {
       step<BAND>(tile, even, odd);
 #pragma unroll
-      for (int i = 0; i < P_WORDS; i++) asm volatile("mov.b32 %0, %1;" : "=r"(even[i]) : "r"(odd[i]) : "memory");
+      for (int i = 0; i < 4 * EARLY; i++) asm volatile("mov.b32 %0, %1;" : "=r"(even[i]) : "r"(odd[i]) : "memory");
     }
   }
 
@@ -364,7 +396,7 @@ struct Consumer {
   }
 
   DEVICE void run() {
-    u32 even[P_WORDS], odd[P_WORDS];
+    Weights even, odd;
     const u32 noted = smem + POISONED_AT + 4 * (4 * group + warp);
     if (lane == 0) asm volatile("st.shared.b32 [%0], %1;" ::"r"(noted), "r"(-1) : "memory");
     __syncwarp();
@@ -391,6 +423,7 @@ struct Consumer {
           if (!SPLIT) epilogue.normalise(done, last, factor);
           wgmma::wait<0>();
           keep(even);
+          if (LATE) keep(late);
           keep(o);
           release_v();
           if (is_part(p, done.id)) {
@@ -414,8 +447,13 @@ struct Consumer {
         epilogue.normalise(done, last, factor);
         wgmma::wait<1>();
         keep(even);
+        if (LATE) keep(late);
         keep(o);
         const bool again = epilogue.poisoned(o);
+        // Rows that are made again may hold anything until then. That the factors depend on it makes ptxas look for NaN
+        // ahead of the rounding: else the accumulators stay beside the words, which do not fit next to so large an S.
+        if (LATE) factor[0] = again ? 0.f : factor[0];
+        if (LATE) factor[1] = again ? 0.f : factor[1];
         epilogue.round(o, factor);
         release_v();
         epilogue.store(done);

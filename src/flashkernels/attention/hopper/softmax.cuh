@@ -15,6 +15,17 @@ constexpr float HEADROOM = FP8 ? 4.f : 0.f;
 // The reference of a row that has seen no key: hidden logits (-inf) still give 0, any visible one exceeds LIMIT.
 constexpr float UNSEEN = -1e38f;
 
+// The registers of P: two sets for the first steps of P·V, so that the next tile's P is made while this one's is read,
+// and one for the LATE last steps, which leaves room for more keys. P·V begins with those, in groups of LATE_GROUP
+// steps: behind each, its registers are free for the next P, while the rest still runs.
+constexpr int EARLY = PV_STEPS - LATE;
+constexpr int LATE_GROUP = 2;  // the shorter, the sooner the next exponentials start
+constexpr int LATE_GROUPS = ceil_div(LATE, LATE_GROUP);
+static_assert(EARLY > 0, "the exponentials of the last late steps would have no product to run under");
+static_assert(LATE_GROUPS <= 6, "wgmma.wait_group counts no further than 7 groups in flight");
+typedef u32 Weights[4 * EARLY];
+typedef u32 LateWeights[LATE ? 4 * LATE : 1];
+
 struct Softmax {
   float reference[2], total[2];  // in units of log2; total: this thread's part of the sum
   float scale[2];                // of the scores, log2(e) included; 1 where they are logits already
@@ -38,11 +49,13 @@ struct Softmax {
     }
   }
 
-  // P = 2^(S - reference) in 16 bits, and this thread's part of the row sums.
-  DEVICE void exponentials(const float (&s)[BLOCK_N / 2], u32 (&p)[P_WORDS], float (&sum)[2]) const {
-    float part[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
+  // P = 2^(S - reference) in 16 bits, of as many steps of P·V as `p` has room for, from step FIRST on; and this
+  // thread's part of the row sums, two chains a row.
+  template <int FIRST, int WORDS>
+  DEVICE void exponentials(const float (&s)[BLOCK_N / 2], u32 (&p)[WORDS], float (&part)[2][2]) const {
+    constexpr int PAIRS = BLOCK_N / 4 / PV_STEPS;  // of a step
 #pragma unroll
-    for (int i = 0; i < BLOCK_N / 4; i++) {
+    for (int i = FIRST * PAIRS; i < (FIRST + WORDS / 4) * PAIRS; i++) {
       const int r = i & 1;
       const float x = s[2 * i], y = s[2 * i + 1];
       const float a = exp2_approx(TRANSFORMED ? x - reference[r] : fmaf(x, scale[r], -reference[r]));
@@ -52,23 +65,30 @@ struct Softmax {
       if constexpr (FP8) {
         // A thread holds keys 8j + 2t and the next, the operand wants 4t to 4t + 3: pairs of two groups j share a
         // register, and V's keys are in the order that results (values.cuh).
-        const int j = i >> 1, word = j / 4 * 4 + (j >> 1 & 1) * 2 + r;
+        const int j = i >> 1, word = j / 4 * 4 + (j >> 1 & 1) * 2 + r - 4 * FIRST;
         p[word] = j & 1 ? p[word] | pack_bytes(a, b) << 16 : pack_bytes(a, b);
       } else {
-        p[i] = pack(a, b);
+        p[i - 4 * FIRST] = pack(a, b);
       }
     }
+  }
+
+  // All of a tile's.
+  DEVICE void exponentials(const float (&s)[BLOCK_N / 2], Weights& p, LateWeights& late, float (&sum)[2]) const {
+    float part[2][2] = {{0.f, 0.f}, {0.f, 0.f}};
+    exponentials<0>(s, p, part);
+    exponentials<EARLY>(s, late, part);
     sum[0] = part[0][0] + part[0][1];
     sum[1] = part[1][0] + part[1][1];
   }
 
   // The first key tile of a row sets its reference.
-  DEVICE void begin(const float (&s)[BLOCK_N / 2], u32 (&p)[P_WORDS]) {
+  DEVICE void begin(const float (&s)[BLOCK_N / 2], Weights& p, LateWeights& late) {
     float most[2];
     row_max(s, most);
 #pragma unroll
     for (int r = 0; r < 2; r++) reference[r] = fmaxf(ceilf(most[r] * scale[r]) - HEADROOM, UNSEEN);
-    exponentials(s, p, total);
+    exponentials(s, p, late, total);
   }
 
   DEVICE static bool outgrown(const float (&sum)[2]) {
@@ -76,7 +96,8 @@ struct Softmax {
   }
 
   // A new reference from this tile; what was accumulated so far is rescaled, and P made again.
-  DEVICE void renew(const float (&s)[BLOCK_N / 2], u32 (&p)[P_WORDS], float (&sum)[2], float (&o)[DV / 2]) {
+  DEVICE void renew(const float (&s)[BLOCK_N / 2], Weights& p, LateWeights& late, float (&sum)[2],
+                    float (&o)[DV / 2]) {
     float most[2];
     row_max(s, most);
 #pragma unroll
@@ -91,6 +112,6 @@ struct Softmax {
         o[4 * j + 2 * r + 1] *= factor;
       }
     }
-    exponentials(s, p, sum);
+    exponentials(s, p, late, sum);
   }
 };

@@ -36,13 +36,14 @@ class HopperTile:
     wide_v: bool = False  # V in 64-column chunks even where narrower ones fit exactly
     wide_k: bool = False  # K and Q likewise
     q_stages: int = 1  # 2: the next tile's Q is loaded while this one's is in use
+    late: int = 0  # steps of P·V (16 keys, 32 of FP8) whose P has one set of registers, not two: more keys fit
 
     @property
     def name(self) -> str:
         flags = (
             ("pingpong", self.pingpong), ("register", self.q_in_registers), ("wide_v", self.wide_v),
             ("wide_k", self.wide_k), (f"q{self.q_stages}", self.q_stages > 1),
-            (f"cluster{self.cluster}", self.cluster > 1),
+            (f"cluster{self.cluster}", self.cluster > 1), (f"late{self.late}", self.late > 0),
         )  # fmt: skip
         return "-".join((f"{64 * self.groups}x{self.block_n}", f"s{self.stages}", *(name for name, on in flags if on)))
 
@@ -129,7 +130,7 @@ def config(variant: Variant) -> str:
     numbers = {
         "D": v.head_dim, "DV": v.head_dim_v, "BLOCK_N": tile.block_n, "GROUPS": tile.groups, "STAGES": tile.stages,
         "Q_STAGES": tile.q_stages, "CLUSTER": tile.cluster, "PACK": v.pack, **dict(zip(names, v.chunks, strict=True)),
-        "SHARED_MEMORY": v.shared, "O_COLUMNS": v.head_dim_v, "RELEASES": 32 if v.every_lane else 1,
+        "LATE": tile.late, "SHARED_MEMORY": v.shared, "O_COLUMNS": v.head_dim_v, "RELEASES": 32 if v.every_lane else 1,
     }  # fmt: skip
     numbers["PRODUCER_REGISTERS"], numbers["CONSUMER_REGISTERS"] = REGISTERS[tile.groups]
     if v.wide:

@@ -56,7 +56,7 @@ def choose(problem: AttentionProblem, multiprocessors: int, forced: object = Non
         if query_tiles(problem, alone, 1) < 4 * multiprocessors:
             tile = fitted(alone, problem, multiprocessors)
         elif tile.groups == 3 and problem.dtype != "fp8" and too_many_rows(problem):
-            tile = replace(tile, groups=2, block_n=128, stages=3, cluster=1, q_in_registers=True, q_stages=1)
+            tile = replace(tile, groups=2, block_n=128, stages=3, cluster=1, q_in_registers=True, q_stages=1, late=0)
     pack = packs(problem, tile)
     if band or problem.varlen or pack > 1:
         tile = replace(tile, cluster=1)
@@ -77,6 +77,9 @@ def checked(tile: HopperTile, fp8: bool) -> HopperTile:
         raise TilingError(f"{tile.name}: FP8 takes 32 keys at a time and has a scale for each 128: 32, 64 or 128 keys")
     if not (tile.stages >= max(2, ring) and tile.q_stages in (1, 2) and tile.cluster in (1, 2)):
         raise TilingError(f"{tile.name}: needs at least {max(2, ring)} stages, 1 or 2 of Q, and clusters of 1 or 2")
+    steps = tile.block_n // (32 if fp8 else 16)
+    if not 0 <= tile.late < min(steps, 13):
+        raise TilingError(f"{tile.name}: of {steps} steps of P·V, 0 to {min(steps, 13) - 1} can have one set of P")
     if tile.pingpong and tile.groups == 1:
         raise TilingError(f"{tile.name}: one warpgroup has nobody to take turns with")
     return tile
@@ -84,21 +87,22 @@ def checked(tile: HopperTile, fp8: bool) -> HopperTile:
 
 # The fastest tile measured at each head dimension, without a band (full attention) and with one (H200, 2026-11-15, B=4,
 # S=4096, bf16; about 800 tiles timed: docs/notes/hopper_forward.md). Neighbours are within 1 to 3 %; the wrong number
-# of warpgroups costs 10 to 20 %.
+# of warpgroups costs 10 to 20 %. Those with late steps gave 1 to 6 % (2026-11-17).
 _T = HopperTile
 MEASURED = {
     32: (_T(3, 112, 4, pingpong=True), _T(3, 96, 4, pingpong=True, q_in_registers=True, wide_v=True)),
-    40: (_T(3, 112, 4, pingpong=True, wide_v=True, q_stages=2, cluster=2),
+    40: (_T(3, 128, 3, pingpong=True, q_in_registers=True, wide_v=True, late=7),
          _T(3, 96, 3, pingpong=True, q_in_registers=True, wide_v=True)),
-    48: (_T(3, 96, 4, pingpong=True, q_in_registers=True, wide_v=True, cluster=2),
+    48: (_T(3, 128, 3, pingpong=True, wide_v=True, late=5),
          _T(3, 96, 3, pingpong=True, q_in_registers=True, wide_v=True)),
-    56: (_T(3, 96, 4, wide_v=True, wide_k=True, q_stages=2), _T(3, 96, 3, pingpong=True, wide_v=True)),
-    64: (_T(3, 96, 3, pingpong=True), _T(3, 96, 3, pingpong=True, q_stages=2)),
+    56: (_T(3, 128, 3, pingpong=True, wide_v=True, late=6), _T(3, 128, 3, pingpong=True, wide_v=True, late=6)),
+    64: (_T(3, 128, 3, pingpong=True, late=7), _T(3, 96, 3, pingpong=True, q_stages=2)),
     72: (_T(3, 96, 4, pingpong=True, wide_v=True, cluster=2), _T(3, 96, 4, pingpong=True, wide_v=True)),
-    80: (_T(3, 80, 4, pingpong=True, wide_v=True, q_stages=2), _T(2, 160, 3, pingpong=True, wide_v=True)),
-    88: (_T(3, 80, 4, pingpong=True, wide_v=True, q_stages=2), _T(3, 80, 4, pingpong=True, wide_v=True)),
+    80: (_T(3, 112, 3, pingpong=True, wide_v=True, late=5), _T(3, 96, 4, pingpong=True, wide_v=True, late=1)),
+    88: (_T(3, 96, 3, pingpong=True, wide_v=True, late=2), _T(3, 96, 3, pingpong=True, wide_v=True, late=2)),
     96: (_T(3, 80, 3, pingpong=True, wide_v=True), _T(2, 128, 3, pingpong=True, q_in_registers=True)),
-    104: (_T(3, 80, 4, wide_v=True), _T(3, 80, 3, pingpong=True, wide_v=True, wide_k=True)),
+    104: (_T(3, 96, 3, pingpong=True, wide_v=True, wide_k=True, late=4),
+          _T(3, 96, 3, pingpong=True, wide_v=True, wide_k=True, late=4)),
     112: (_T(3, 64, 3, pingpong=True, wide_v=True, wide_k=True),
           _T(2, 128, 3, pingpong=True, q_in_registers=True, wide_v=True, wide_k=True)),
     120: (_T(2, 112, 3, q_in_registers=True, wide_v=True, cluster=2), _T(2, 128, 3, pingpong=True, wide_v=True)),
@@ -145,7 +149,8 @@ SHARE_BUSY = {1: 0.5, 2: 0.85, 3: 1.0}
 
 def fitted(tile: HopperTile, problem: AttentionProblem, multiprocessors: int) -> HopperTile:
     """The tile with as many warpgroups as finish first: with few rows, smaller tiles keep more of the machine busy."""
-    fewer = replace(tile, block_n=128, stages=2, q_stages=1) if tile.groups == 3 else tile  # registers become free
+    # registers become free
+    fewer = replace(tile, block_n=128, stages=2, q_stages=1, late=0) if tile.groups == 3 else tile
     options = [tile, *(replace(fewer, groups=n, pingpong=n > 1) for n in range(tile.groups - 1, 0, -1))]
 
     def rounds(option: HopperTile) -> float:

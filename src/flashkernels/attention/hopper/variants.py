@@ -37,7 +37,7 @@ def label(one: Variant) -> str:
     """A short name: sizes, tile and flags.
 
     >>> label(variant(72, 104, right=True, pack=4))
-    'd72-v104-192x80-s3-pingpong-wide_v-wide_k-right-pack4'
+    'd72-v104-192x96-s3-pingpong-wide_v-wide_k-late4-right-pack4'
     """
     flags = ("fp16", "fp8", "left", "right", "softcap", "alibi", "sinks", "negative", "varlen", "paged", "split")
     dims = [f"d{one.head_dim}"] + [f"v{one.head_dim_v}"] * (one.head_dim_v != one.head_dim)
@@ -79,11 +79,12 @@ def _all() -> Iterator[Variant]:
     yield from _fp8()
     # the knobs of a tile
     for tile in (
-        HopperTile(2, 128), HopperTile(2, 128, q_in_registers=True), HopperTile(3, 64, pingpong=True),
-        HopperTile(3, 64, q_in_registers=True), HopperTile(2, 64, cluster=2), HopperTile(1, 64, 4),
-        HopperTile(2, 176, pingpong=True), HopperTile(2, 96, q_stages=2), HopperTile(3, 64, q_stages=2, pingpong=True),
+        HopperTile(2, 128, q_in_registers=True), HopperTile(3, 64, q_in_registers=True), HopperTile(2, 64, cluster=2),
+        HopperTile(1, 64, 4), HopperTile(2, 176, pingpong=True), HopperTile(2, 96, q_stages=2),
+        HopperTile(3, 64, q_stages=2, pingpong=True),
     ):  # fmt: skip
         yield variant(64, tile=tile, right=tile.cluster == 1)
+    yield variant(128, tile=HopperTile(2, 176, late=8), **LOGITS)
 
 
 def _fp8() -> Iterator[Variant]:
@@ -96,6 +97,7 @@ def _fp8() -> Iterator[Variant]:
     yield variant(64, fp8=True, right=True, pack=4)
     yield variant(64, tile=HopperTile(2, 32, q_in_registers=True), fp8=True)
     yield variant(128, tile=HopperTile(1, 128), fp8=True, pack=8)
+    yield variant(128, tile=HopperTile(2, 128, 3, late=3), fp8=True, right=True)
     yield variant(128, tile=HopperTile(1, 64, 3), fp8=True, split=True, **LOGITS)
 
 
