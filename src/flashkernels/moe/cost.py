@@ -36,7 +36,8 @@ PRODUCTS = 0.61  # of the peak, by tiles that are full
 HOPPER = {"bf16": 0.78, "fp16": 0.78, "fp8": 0.69, "int8": 0.69}  # likewise, by the stages of the Hopper kernel's
 TILE = 2.2e-6  # seconds of a multiprocessor for what a tile of it has beside its stages: its start and its end
 EXPOSED = 0.23  # share of the shorter one of traffic and arithmetic that the longer one does not hide
-UNPACK = 14.5e-12  # seconds of a multiprocessor for a weight of 4 bits
+UNPACK = 14.5e-12  # seconds of a multiprocessor for a weight of 4 bits,
+PAIRED = 11e-12  # and where its scales come in pairs (H200, 2026-11-17)
 LAUNCH = 3.5e-6  # of each kernel of a layer: to start it, fill the machine and empty it
 ROUTE = 2.1e-6  # of a routing's kernel, alone
 CHOOSE = 66e-12  # seconds of a multiprocessor for a logit in each of k rounds, and two more for its power and key
@@ -146,7 +147,7 @@ def product_seconds(problem: GemmProblem, tile: GemmTile, used: float, row_tiles
     rounds = math.ceil(round(tiles / gpu.sms, 6)) / tile.split
     busy = 2 * tile.block_m * features * problem.depth / (PRODUCTS * gpu.peak[problem.dtype] / gpu.sms)
     if problem.weights in PHASES and not widened:
-        busy += UNPACK * features * problem.depth
+        busy += (PAIRED if tile.paired else UNPACK) * features * problem.depth
     rows = problem.rows * (problem.depth * BYTES[problem.dtype] + problem.width * stored_bytes(tile))
     memory = (used * problem.n * problem.depth * bits / 8 + rows) / (BANDWIDTH * gpu.bandwidth)
     return max(rounds * busy, memory) + EXPOSED * min(rounds * busy, memory)
