@@ -73,11 +73,14 @@ ROUNDS = (
 FORCED = (
     ("causal", Shape(b=1, sq=450, sk=300, h=2, hkv=2, d=40), by_dimension(40, 40, True)),  # three warpgroups
     ("plain", Shape(b=1, sq=430, sk=300, h=2, hkv=2, d=128), by_dimension(128, 128, False)),  # clusters
+    ("plain", Shape(b=1, sq=430, sk=300, h=2, hkv=2, d=64), by_dimension(64, 64, False)),  # late steps
+    ("causal", Shape(b=1, sq=450, sk=500, h=2, hkv=2, d=104), by_dimension(104, 104, True)),
 )
 # Of the gradients: every kind of tile, with and without a mask; the last column: whether they are deterministic.
 GRADIENTS = (
     ("plain", Shape(b=2, sq=230, sk=131, h=2, hkv=2, d=64), False),  # tall
-    ("causal", Shape(b=1, sq=200, sk=130, h=4, hkv=2, d=64), False),  # K and V in registers
+    ("causal", Shape(b=1, sq=200, sk=130, h=4, hkv=2, d=64), False),  # tall, in turns
+    ("causal", Shape(b=1, sq=200, sk=130, h=4, hkv=2, d=56), False),  # K and V in registers
     ("causal+sinks", Shape(b=1, sq=130, sk=200, h=3, hkv=1, d=72), False),
     ("plain", Shape(b=1, sq=130, sk=200, h=2, hkv=1, d=96), False),
     ("causal", Shape(b=2, sq=161, sk=200, h=4, hkv=2, d=128), False),  # tall

@@ -116,11 +116,6 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int lane) {
   if (rank == 0 && leader) leave_counters(p.counters, (int)gridDim.x / CLUSTER);
 }
 
-// `wgmma::wait`, in other words: two arms of a branch that are the same would become one.
-template <int N> DEVICE void wait_rare() {
-  asm volatile("wgmma.wait_group.sync.aligned %0; // rare" ::"n"(N) : "memory");
-}
-
 struct Consumer {
   const Params& p;
   const u32 smem, rank;
@@ -313,7 +308,7 @@ struct Consumer {
       keep(part[1]);
       // A branch that no tile takes: ptxas would hoist these waits above all exponentials, but not out of a branch.
       // (This one depends on no exponential, so that those ahead of it may still be under way.)
-      if (__builtin_expect(tile < 0, 0)) wait_rare<LATE_GROUPS - GROUP>();
+      if (__builtin_expect(tile < 0, 0)) wgmma::wait_rare<LATE_GROUPS - GROUP>();
       else wgmma::wait<LATE_GROUPS - GROUP>();
       keep(freed);
       softmax.exponentials<EARLY + FIRST>(s, freed, part);
@@ -344,7 +339,7 @@ struct Consumer {
     float sum[2] = {part[0][0] + part[0][1], part[1][0] + part[1][1]};
     // The wait for P·V is behind a branch that depends on every exponential: ptxas would hoist it above them.
     if (__builtin_expect(Softmax::outgrown(sum), 0)) {
-      wgmma::wait_all_rare();
+      wgmma::wait_rare<0>();
       keep(weights);
       softmax.renew(s, next, late, sum, o);
     } else {

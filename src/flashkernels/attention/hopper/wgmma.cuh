@@ -12,7 +12,9 @@ DEVICE void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memo
 template <int N> DEVICE void wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
 // The same, in other words: ptxas would merge two equal waits at the ends of two branches, and hoist the one it gets
 // above everything that does not depend on it.
-DEVICE void wait_all_rare() { asm volatile("wgmma.wait_group.sync.aligned 0; // rare" ::: "memory"); }
+template <int N> DEVICE void wait_rare() {
+  asm volatile("wgmma.wait_group.sync.aligned %0; // rare" ::"n"(N) : "memory");
+}
 
 // Operands lie in chunks: a chunk's row is `width` bytes, 128, 64 or 32, and swizzled over as many.
 //

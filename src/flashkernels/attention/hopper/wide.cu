@@ -328,7 +328,7 @@ struct Consumer {
     retire<SHORT>(LAG - SHORT);
     const bool outgrown = !(sum[0] < LIMIT) || !(sum[1] < LIMIT);  // also where a sum is NaN
     if (__builtin_expect(named_barrier::any(VOTE, 256, outgrown), 0)) {
-      wgmma::wait_all_rare();
+      wgmma::wait_rare<0>();
       keep(o);
       renew(sum, tile);
     }
