@@ -150,6 +150,11 @@ CALL = AttentionProblem(batch=2, seq_q=64, seq_k=64, heads=4, kv_heads=2, head_d
         ({"dropout_p": 0.1}, {}, "has no dropout"),
         ({"unaddressable": "k: why"}, {}, "TMA cannot read k: why"),
         ({"seq_k": 0}, {}, "an empty problem has nothing to load"),
+        (
+            {"varlen": True, "batch": 2**20, "total_q": 2**20, "total_k": 2**20, "heads": 32},
+            {},
+            "counts rows of queries in 32 bits; with the ends of all sequences there are 3791649792",
+        ),
         ({"device": "cpu"}, {}, "needs a Hopper GPU, the tensors are on cpu"),
         ({}, {"saved": False}, "needs the output and the log-sum-exp, which this forward did not keep"),
         ({"alibi": True}, {"wanted": ("q", "alibi_slopes")}, "has no gradient of the ALiBi slopes"),
@@ -200,6 +205,7 @@ def test_any_choice_is_legal(
         assert one.dq_first % 64 == 0 and one.dq_first <= 128 and 8 <= one.dq_columns <= 128
     if tile.halves:
         assert 2 * one.dq_columns >= dim and (dim % 16 == 0 or dim > 64)
+    assert tile.queries <= tiles.MOST_QUERIES
     if tile.tall:
         assert not (one.own_dq or tile.halves or tile.kv_in_registers or tile.separate) and tile.queries % 16 == 0
     assert not (one.own_dq and tile.staged)

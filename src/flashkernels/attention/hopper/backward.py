@@ -179,7 +179,6 @@ def described(
     grad_lse = (0, 0, 0) if given.grad_lse is None else (0, *given.grad_lse.stride())[-3:]
     left, right = (FAR if side < 0 else min(side, FAR) for side in call.band)
     section = heads_together(call.batch * call.kv_heads, call.walked_bytes, SECTION_BYTES)
-    blocks = cut(call.seq_q, call.total_q, variant.tile.queries)
     return Params(
         q_strides=three(*strides_of(q)[:3]), k_strides=three(*strides_of(k)[:3]), v_strides=three(*strides_of(v)[:3]),
         out_strides=three(*strides_of(out)[:3]),
@@ -191,7 +190,7 @@ def described(
         batch=call.batch, heads=call.heads, group=call.heads // call.kv_heads, kv_heads=call.kv_heads,
         seq_q=call.seq_q, seq_k=call.seq_k, total_q=call.total_q,
         total_k_rows=call.total_k if call.varlen else call.seq_k, left=left, right=right,
-        blocks=blocks, places=blocks * variant.tile.queries * call.heads * (1 if call.varlen else call.batch),
+        blocks=cut(call.seq_q, call.total_q, variant.tile.queries), places=tiles.places(call, variant.tile.queries),
         own_blocks=cut(call.seq_q, call.total_q, OWN_QUERIES),
         bad_blocks=cut(call.seq_k, call.total_k, OWN_KEYS),
         key_blocks=-(-call.seq_k // variant.tile.keys),

@@ -35,7 +35,21 @@ def rejects(problem: BackwardProblem, gpu: Gpu | None) -> str | None:
         return f"TMA cannot read {call.unaddressable}"
     if call.empty:
         return "an empty problem has nothing to load"
+    if (rows := places(call, MOST_QUERIES)) >= 2**31:
+        return f"counts rows of queries in 32 bits; with the ends of all sequences there are {rows}"
     return None
+
+
+def places(call: AttentionProblem, size: int) -> int:
+    """Rows of the blocks of queries of all heads. In a ragged batch each sequence may have a block that is not full.
+
+    >>> call = AttentionProblem(batch=2, seq_q=100, seq_k=100, heads=4, kv_heads=4, head_dim=64)
+    >>> places(call, 64)
+    1024
+    """
+    if call.varlen:
+        return (call.total_q // size + call.batch) * size * call.heads
+    return -(-call.seq_q // size) * size * call.heads * call.batch
 
 
 def choose(problem: BackwardProblem) -> BackwardVariant:
@@ -67,6 +81,7 @@ def tile_of(call: AttentionProblem, deterministic: bool = False) -> BackwardTile
     )  # fmt: skip
 
 
+MOST_QUERIES = 112  # of a block, in any tile
 # Of a consumer thread's 240 registers, what operands and accumulators may take: with more, ptxas spills or serialises.
 # More than a causal mask takes more for itself.
 OPERANDS, CROWDED = 208, 204
