@@ -108,7 +108,7 @@ def assert_legal(one: Variant) -> None:
     assert one.shared <= tiles.SHARED_LIMIT
     assert 1 <= tile.groups <= 3 and tile.block_n % 16 == 0 and tile.block_n <= 256
     assert not tile.pingpong or tile.groups > 1
-    assert 0 <= tile.late < tile.block_n // (32 if one.fp8 else 16) and tile.late <= 12
+    assert 0 <= tile.late < tile.block_n // (32 if one.fp8 else 16) and tile.late <= tiles.MOST_LATE == 12
     if one.fp8:
         assert tile.block_n in (32, 64, 128) and not (one.fp16 or one.varlen or one.paged)
         assert one.head_dim % 16 == one.head_dim_v % 16 == 0

@@ -15,6 +15,7 @@ MOST_PARTS = 32  # of a tile; the last one reads what all the others left
 KEYS_OF_A_PART = 1024  # at least: combining takes 2 to 3 µs (H200, 2026-11-15)
 KEYS_SAVED = 512  # at least, that a block need not walk when tiles are cut (H200, 2026-11-16: 1365 gained 0 to 2 %)
 CUT_TILES = 500  # counters that a launch has for the warpgroups of cut tiles
+MOST_LATE = 12  # steps, two to a group: a wait counts 7 groups in flight, and one is of the other steps
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,9 @@ def checked(tile: HopperTile, fp8: bool) -> HopperTile:
     if not (tile.stages >= max(2, ring) and tile.q_stages in (1, 2) and tile.cluster in (1, 2)):
         raise TilingError(f"{tile.name}: needs at least {max(2, ring)} stages, 1 or 2 of Q, and clusters of 1 or 2")
     steps = tile.block_n // (32 if fp8 else 16)
-    if not 0 <= tile.late < min(steps, 13):
-        raise TilingError(f"{tile.name}: of {steps} steps of P·V, 0 to {min(steps, 13) - 1} can have one set of P")
+    most = min(steps - 1, MOST_LATE)
+    if not 0 <= tile.late <= most:
+        raise TilingError(f"{tile.name}: of {steps} steps of P·V, 0 to {most} can have one set of P")
     if tile.pingpong and tile.groups == 1:
         raise TilingError(f"{tile.name}: one warpgroup has nobody to take turns with")
     return tile
