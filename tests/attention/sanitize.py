@@ -68,6 +68,7 @@ HOPPER = (
 ROUNDS = (
     ("plain", Shape(b=12, sq=130, sk=131, h=24, hkv=24, d=128), torch.bfloat16),  # clusters
     ("causal", Shape(b=4, sq=450, sk=300, h=40, hkv=40, d=40), torch.float16),  # three warpgroups, rows without keys
+    ("causal", Shape(b=4, sq=500, sk=300, h=40, hkv=40, d=248), torch.bfloat16),  # both
 )
 # What calls of this size would not choose, with one tile a block.
 FORCED = (
@@ -75,6 +76,10 @@ FORCED = (
     ("plain", Shape(b=1, sq=430, sk=300, h=2, hkv=2, d=128), by_dimension(128, 128, False)),  # clusters
     ("plain", Shape(b=1, sq=430, sk=300, h=2, hkv=2, d=64), by_dimension(64, 64, False)),  # late steps
     ("causal", Shape(b=1, sq=450, sk=500, h=2, hkv=2, d=104), by_dimension(104, 104, True)),
+    *(  # clusters under a mask: warpgroups pass over one key tile, over two, and over more than the ring has stages
+        ("causal", Shape(b=1, sq=700, sk=500, h=2, hkv=2, d=dim), by_dimension(dim, dim, True, clusters=True))
+        for dim in (128, 64, 256)
+    ),
 )
 # Of the gradients: every kind of tile, with and without a mask; the last column: whether they are deterministic.
 GRADIENTS = (

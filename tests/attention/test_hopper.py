@@ -238,6 +238,21 @@ def test_many_tiles_of_one_key_block(dim: int, causal: bool) -> None:
         assert torch.equal(fk.attention(q, k, v, causal=causal, impl=IMPL), first)
 
 
+@pytest.mark.parametrize("dim", [64, 104, 120, 128, 136, 160, 168, 192, 200, 224, 232, 256])
+@pytest.mark.parametrize(("more_keys", "hkv"), [(0, 40), (333, 8), (-700, 40)], ids=["square", "grouped", "unseen"])
+def test_blocks_share_loads_under_a_causal_mask(dim: int, more_keys: int, hkv: int) -> None:
+    """Blocks of a cluster see different numbers of keys, and hand back what only the other one sees."""
+    shape = Shape(b=2, sq=1530, sk=1530 + more_keys, h=40, hkv=hkv, d=dim)
+    q, k, v = cuda(shape)
+    assert tiles.choose(problem_of(q, k, v, causal=True), multiprocessors()).variant.tile.cluster == 2
+    first, _ = check(q, k, v, causal=True, impl=IMPL)
+    for _ in range(10):
+        assert torch.equal(fk.attention(q, k, v, causal=True, impl=IMPL), first)
+    clean = first[:, :700].clone()
+    v[:, 700 + more_keys :] = NAN  # hidden from the first 700 queries
+    torch.testing.assert_close(fk.attention(q, k, v, causal=True, impl=IMPL)[:, :700], clean, atol=0.05, rtol=0)
+
+
 @each_half
 @pytest.mark.parametrize("kv_heads", [1, 8])
 @pytest.mark.parametrize("dim", [64, 128, 256])

@@ -19,6 +19,7 @@ from flashkernels.attention.problem import AttentionProblem
 from flashkernels.attention.tensors import unaddressable
 from flashkernels.dispatch import select
 from flashkernels.hardware import lookup
+from flashkernels.tiling import TilingError
 
 from .examples import examples
 
@@ -164,6 +165,33 @@ def test_a_few_long_sequences_keep_the_measured_tile() -> None:
         assert replace(tiles.choose(problem, 132).variant.tile, cluster=1) == replace(
             tiles.by_dimension(72, 72, causal), cluster=1
         )
+
+
+MANY = AttentionProblem(batch=4, seq_q=4096, seq_k=4096, heads=16, kv_heads=16, head_dim=128, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cluster"),
+    [
+        ({}, 2), ({"causal": False}, 2), ({"kv_heads": 4}, 2), ({"softcap": True, "alibi": True, "sinks": True}, 2),
+        ({"window": (1024, -1)}, 1), ({"batch": 1, "heads": 8, "kv_heads": 8}, 1), ({"seq_q": 4096 + 128}, 2),
+        ({"seq_q": 1152, "batch": 16}, 1), ({"varlen": True, "total_q": 16384, "total_k": 16384}, 1),
+        ({"seq_q": 16, "batch": 64, "kv_heads": 4}, 1), ({"head_dim": 112, "head_dim_v": 112}, 1),
+        ({"head_dim": 144, "head_dim_v": 144}, 1), ({"head_dim": 152, "head_dim_v": 152}, 2),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_blocks_share_loads_where_many_dense_tiles_have_no_left_end(changes: dict[str, Any], cluster: int) -> None:
+    """And where two tiles side by side fill the sequence as well as one: 1152 rows are 4.5 times 256."""
+    assert tiles.choose(replace(MANY, **changes), 132).variant.tile.cluster == cluster
+
+
+def test_a_ring_that_would_run_dry_under_a_causal_mask_is_refused() -> None:
+    short = HopperTile(3, 64, 2)
+    assert tiles.choose(replace(MANY, causal=False), 132, short).variant.tile == short
+    assert tiles.choose(MANY, 132, short).variant.tile == short  # at most two key tiles to pass over
+    with pytest.raises(TilingError, match=r"192x64-s2-cluster2: under a causal mask the ring of K would run dry"):
+        tiles.choose(MANY, 132, replace(short, cluster=2))
 
 
 def test_chunks_are_as_wide_as_fits_exactly() -> None:

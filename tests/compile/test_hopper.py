@@ -87,7 +87,10 @@ def test_the_list_has_every_flag_size_and_pattern() -> None:
     assert {one.chunks[3:] for one in wide} == {one.chunks[3:] for one in anything}
     assert {1, 3, 4, 7, 8} <= {one.pack for one in VARIANTS}
     assert {one.tile.groups for one in VARIANTS} == {1, 2, 3}
-    assert any(one.tile.cluster > 1 for one in VARIANTS) and any(one.tile.q_in_registers for one in VARIANTS)
+    assert any(one.tile.q_in_registers for one in VARIANTS)
+    assert {one.right for one in VARIANTS if one.tile.cluster > 1} == {False, True}
+    pairs = [one for one in VARIANTS if one.right and one.tile.cluster > 1]  # some pass over more than K's ring holds
+    assert any(64 * (2 * one.tile.groups - 1) > one.tile.block_n * one.tile.stages for one in pairs)
     fp8 = [one for one in VARIANTS if one.fp8]
     assert {(16, 16), (64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128)} <= {
         (one.head_dim, one.head_dim_v) for one in fp8
@@ -112,10 +115,10 @@ def assert_legal(one: Variant) -> None:
     if one.fp8:
         assert tile.block_n in (32, 64, 128) and not (one.fp16 or one.varlen or one.paged)
         assert one.head_dim % 16 == one.head_dim_v % 16 == 0
-    if one.right:
-        assert -(-(tile.groups - 1) * (64 // one.pack) // tile.block_n) <= tile.stages  # or the K ring runs dry
+    if one.right:  # or the K ring runs dry
+        assert -(-(tile.groups * tile.cluster - 1) * (64 // one.pack) // tile.block_n) <= tile.stages + 1
     if tile.cluster > 1:
-        assert not (one.left or one.right or one.varlen or one.paged)
+        assert one.pack == 1 and not (one.left or one.varlen or one.paged)
 
 
 @st.composite

@@ -70,7 +70,7 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int lane) {
     mbarrier::wait(smem + Q_EMPTY + 8 * slot, q.phase);
     if (!leader) return;
     mbarrier::expect(barrier, Q_BYTES);
-    const int query = w.q_row + w.block * BLOCK_Q + group * QUERIES, batch = VARLEN ? 0 : w.batch;
+    const int query = w.q_row + first_query(w, group), batch = VARLEN ? 0 : w.batch;
     // A fifth dimension, for the heads of a pack, only where there is one: it slows the copy engine down.
     auto load_chunk = [&](u32 to, const TensorMap& map, int column) {
       if (PACK == 1) tma::load(to, map, barrier, column, query, w.head, batch);
@@ -115,6 +115,11 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int lane) {
   }
   if (rank == 0 && leader) leave_counters(p.counters, (int)gridDim.x / CLUSTER);
 }
+
+// Key tiles, at the right end of a block's, that its warpgroups may have to pass over. Between two of K the ring has one
+// of V to load; with as many as it has stages, the last V of the tile before must be handed back first.
+constexpr int MOST_SKIPPED = RIGHT ? ceil_div((GROUPS * CLUSTER - 1) * QUERIES, BLOCK_N) : 0;
+constexpr bool SHORT_RING = MOST_SKIPPED > STAGES;
 
 struct Consumer {
   const Params& p;
@@ -185,7 +190,7 @@ struct Consumer {
   }
   // Key tiles that only other warpgroups see. K comes first for all of them: the ring holds as many as there can be.
   DEVICE void skip_k() {
-    static_assert(!RIGHT || ceil_div((GROUPS - 1) * QUERIES, BLOCK_N) <= STAGES, "the K ring would run dry");
+    static_assert(MOST_SKIPPED <= STAGES + SHORT_RING, "the K ring would run dry");
     if constexpr (RIGHT) {
 #pragma unroll 1
       for (int i = 0; i < skipped; i++) {
@@ -245,7 +250,7 @@ struct Consumer {
     w = next;
     w.block = w.block * CLUSTER + rank;
     keys = keys_of(p, w, w.block / CLUSTER * CLUSTER * BLOCK_Q, BLOCK_Q * CLUSTER);
-    const int first = w.block * BLOCK_Q + group * QUERIES, last = first + QUERIES - 1, shift = w.seq_k - w.seq_q;
+    const int first = first_query(w, group), last = first + QUERIES - 1, shift = w.seq_k - w.seq_q;
     skipped = 0;
     clear_from = keys.first;
     clear_to = (SPLIT && keys.none) ? 0 : w.seq_k / BLOCK_N;
@@ -438,6 +443,10 @@ struct Consumer {
         await_v();
         issue_pv(even);
         begin_tile(next, false);
+        if (SHORT_RING) {
+          wgmma::wait<0>();
+          release_v();
+        }
         start_first_product();
         epilogue.normalise(done, last, factor);
         wgmma::wait<1>();
@@ -450,7 +459,7 @@ struct Consumer {
         if (LATE) factor[0] = again ? 0.f : factor[0];
         if (LATE) factor[1] = again ? 0.f : factor[1];
         epilogue.round(o, factor);
-        release_v();
+        if (!SHORT_RING) release_v();
         epilogue.store(done);
         epilogue.note(again, noted, done);
         wgmma::wait<0>();
@@ -461,7 +470,7 @@ struct Consumer {
       }
       if (!SPLIT) break;
     }
-    if ((BAND || RAGGED) && !SPLIT) make_noted_again(p, noted, group, warp, lane);
+    if ((BAND || RAGGED) && !SPLIT) make_noted_again(p, noted, group, warp, lane, rank);
   }
 };
 

@@ -29,7 +29,7 @@ constexpr int WORK_AT = round_up(WORK_EMPTY + 16, 16);  // two tiles, 32 bytes e
 constexpr int POISONED_AT = WORK_AT + 64;               // one int for each consumer warp
 constexpr int SHARED_BYTES = POISONED_AT + 16 * GROUPS;
 static_assert(SHARED_BYTES == SHARED_MEMORY, "forward.py and params.cuh disagree about shared memory");
-static_assert(CLUSTER == 1 || !(BAND || RAGGED), "only full, dense attention runs in clusters");
+static_assert(CLUSTER == 1 || !(LEFT || RAGGED), "only dense attention without a left end runs in clusters");
 
 // The k-th step of Q·Kᵀ in a Q or K tile of `rows` rows: where its chunk starts, at which byte of a row it is, and how
 // wide the chunk is.

@@ -12,7 +12,7 @@ struct Place {
 };
 
 DEVICE Place place_of(const Work& w, int group, int row) {
-  const int query = w.block * BLOCK_Q + group * QUERIES + row / PACK;
+  const int query = first_query(w, group) + row / PACK;
   return {query, w.head * PACK + row % PACK, query < w.seq_q && row < QUERIES * PACK};
 }
 

@@ -59,6 +59,11 @@ DEVICE Work decode(const Params& p, int id, int lane) {
   return w;
 }
 
+// Of a warpgroup. Those of a cluster's blocks alternate, so that under a causal mask each block has as many keys to see.
+DEVICE int first_query(const Work& w, int group) {
+  return w.block / CLUSTER * CLUSTER * BLOCK_Q + (group * CLUSTER + w.block % CLUSTER) * QUERIES;
+}
+
 // Key tiles [first, end) that some of `count` queries from `query` on see. There is always one to walk, even where
 // nothing is visible; then `none` is set and the mask hides all of it.
 struct Keys {

@@ -40,13 +40,13 @@ def choose(problem: AttentionProblem, multiprocessors: int, forced: object = Non
     if max(problem.head_dim, problem.head_dim_v) > 256:
         tile = wide_tile(problem, SHARED_LIMIT, forced)
         return Choice(variant_of(problem, tile, 1), query_tiles(problem, tile, 1))
-    band = problem.band != (-1, -1)
-    if problem.dtype == "fp8":
+    right, band, fp8 = problem.band[1], problem.band != (-1, -1), problem.dtype == "fp8"
+    if fp8:
         tile = fp8_tile(max(problem.head_dim, problem.head_dim_v), band)
     else:
         tile = by_dimension(problem.head_dim, problem.head_dim_v, band or problem.varlen)
     if isinstance(forced, HopperTile):
-        tile = checked(forced, problem.dtype == "fp8")
+        tile = checked(forced, fp8)
     elif forced == "register":
         tile = replace(tile, q_in_registers=True)
     elif forced not in (None, "exact"):
@@ -56,11 +56,20 @@ def choose(problem: AttentionProblem, multiprocessors: int, forced: object = Non
         alone = replace(tile, cluster=1)
         if query_tiles(problem, alone, 1) < 4 * multiprocessors:
             tile = fitted(alone, problem, multiprocessors)
-        elif tile.groups == 3 and problem.dtype != "fp8" and too_many_rows(problem):
-            tile = replace(tile, groups=2, block_n=128, stages=3, cluster=1, q_in_registers=True, q_stages=1, late=0)
+        elif tile.groups == 3 and not fp8 and worse_filled(problem, 192, 128):
+            tile = by_dimension(problem.head_dim, problem.head_dim_v, True)  # which has 128 rows from 96 columns on
+            if tile.groups == 3:
+                tile = replace(tile, groups=2, block_n=128, stages=3, q_in_registers=True, q_stages=1, late=0)
+        elif not fp8:
+            if right >= 0 and forced != "register" and shares_loads(problem) and packs(problem, tile) == 1:
+                tile = by_dimension(problem.head_dim, problem.head_dim_v, band, clusters=True)
+            if worse_filled(problem, 64 * tile.groups * tile.cluster, 64 * tile.groups):
+                tile = alone
     pack = packs(problem, tile)
-    if band or problem.varlen or pack > 1:
+    if not shares_loads(problem) or pack > 1:
         tile = replace(tile, cluster=1)
+    if right >= 0 and too_short(tile):
+        raise TilingError(f"{tile.name}: under a causal mask the ring of K would run dry, it has too few stages")
     variant = variant_of(problem, tile, pack)
     if variant.shared > SHARED_LIMIT:
         raise TilingError(f"{tile.name} at head_dim={problem.head_dim} takes {variant.shared} bytes of shared memory")
@@ -71,13 +80,12 @@ def choose(problem: AttentionProblem, multiprocessors: int, forced: object = Non
 
 def checked(tile: HopperTile, fp8: bool) -> HopperTile:
     """A tile that somebody made; raises where the kernel cannot have it."""
-    ring = -(-(tile.groups - 1) * 64 // tile.block_n)  # key tiles that a causal warpgroup may have to let pass
     if not (1 <= tile.groups <= 3 and 16 <= tile.block_n <= 256 and tile.block_n % 16 == 0):
         raise TilingError(f"{tile.name}: a block has 1 to 3 warpgroups, and 16 to 256 keys in steps of 16")
     if fp8 and tile.block_n not in (32, 64, 128):
         raise TilingError(f"{tile.name}: FP8 takes 32 keys at a time and has a scale for each 128: 32, 64 or 128 keys")
-    if not (tile.stages >= max(2, ring) and tile.q_stages in (1, 2) and tile.cluster in (1, 2)):
-        raise TilingError(f"{tile.name}: needs at least {max(2, ring)} stages, 1 or 2 of Q, and clusters of 1 or 2")
+    if not (tile.stages >= 2 and tile.q_stages in (1, 2) and tile.cluster in (1, 2)):
+        raise TilingError(f"{tile.name}: needs at least 2 stages, 1 or 2 of Q, and clusters of 1 or 2")
     steps = tile.block_n // (32 if fp8 else 16)
     most = min(steps - 1, MOST_LATE)
     if not 0 <= tile.late <= most:
@@ -89,7 +97,8 @@ def checked(tile: HopperTile, fp8: bool) -> HopperTile:
 
 # The fastest tile measured at each head dimension, without a band (full attention) and with one (H200, 2026-11-15, B=4,
 # S=4096, bf16; about 800 tiles timed: docs/notes/hopper_forward.md). Neighbours are within 1 to 3 %; the wrong number
-# of warpgroups costs 10 to 20 %. Those with late steps gave 1 to 6 % (2026-11-17).
+# of warpgroups costs 10 to 20 %. Those with late steps gave 1 to 6 % (2026-11-17), clusters at 88, 104, 112, 120 and
+# 160 1 to 6 %; 256 has one for its neighbours 232 and 248, which it gave 15 and 7 % (2026-11-18).
 _T = HopperTile
 MEASURED = {
     32: (_T(3, 112, 4, pingpong=True), _T(3, 96, 4, pingpong=True, q_in_registers=True, wide_v=True)),
@@ -101,26 +110,52 @@ MEASURED = {
     64: (_T(3, 128, 3, pingpong=True, late=7), _T(3, 96, 3, pingpong=True, q_stages=2)),
     72: (_T(3, 96, 4, pingpong=True, wide_v=True, cluster=2), _T(3, 96, 4, pingpong=True, wide_v=True)),
     80: (_T(3, 112, 3, pingpong=True, wide_v=True, late=5), _T(3, 96, 4, pingpong=True, wide_v=True, late=1)),
-    88: (_T(3, 96, 3, pingpong=True, wide_v=True, late=2), _T(3, 96, 3, pingpong=True, wide_v=True, late=2)),
+    88: (_T(3, 96, 3, pingpong=True, wide_v=True, late=2, cluster=2), _T(3, 96, 3, pingpong=True, wide_v=True, late=2)),
     96: (_T(3, 80, 3, pingpong=True, wide_v=True), _T(2, 128, 3, pingpong=True, q_in_registers=True)),
-    104: (_T(3, 96, 3, pingpong=True, wide_v=True, wide_k=True, late=4),
+    104: (_T(3, 96, 3, pingpong=True, wide_v=True, wide_k=True, late=4, cluster=2),
           _T(3, 96, 3, pingpong=True, wide_v=True, wide_k=True, late=4)),
-    112: (_T(3, 64, 3, pingpong=True, wide_v=True, wide_k=True),
+    112: (_T(3, 64, 4, pingpong=True, wide_v=True, wide_k=True, cluster=2),
           _T(2, 128, 3, pingpong=True, q_in_registers=True, wide_v=True, wide_k=True)),
-    120: (_T(2, 112, 3, q_in_registers=True, wide_v=True, cluster=2), _T(2, 128, 3, pingpong=True, wide_v=True)),
+    120: (_T(3, 64, 3, pingpong=True, wide_v=True, cluster=2), _T(2, 128, 3, pingpong=True, wide_v=True)),
     128: (_T(2, 128, 3, pingpong=True, cluster=2), _T(2, 128, 3, pingpong=True)),
-    160: (_T(2, 128, 2, wide_v=True), _T(2, 128, 2, pingpong=True)),
+    160: (_T(2, 128, 2, pingpong=True, cluster=2), _T(2, 128, 2, pingpong=True)),
     192: (_T(2, 64, 3, q_in_registers=True, cluster=2), _T(2, 64, 3, pingpong=True, q_in_registers=True)),
     224: (_T(2, 80, 2, pingpong=True, wide_v=True, cluster=2), _T(2, 64, 2, pingpong=True, wide_k=True)),
-    256: (_T(2, 64, 2, pingpong=True), _T(2, 64, 2)),
+    256: (_T(2, 64, 2, pingpong=True, cluster=2), _T(2, 64, 2)),
 }  # fmt: skip
+# Under a causal mask alone, in a dense batch of many tiles. The chip is at its power limit, and loads that two blocks
+# share leave it 6 % more clock (D=128: 1530 MHz for 1440), of which their waits for each other take some. Gains: 64
+# 4 %, 104 2 %, 120 2 to 8 %, 128 1 to 3 %, 160 and 192 1 %, 224 2 %, 256 none. At odd multiples of 8 over 128, whose
+# rows start between two sectors, 1 to 18 % (H200, 2026-11-18; docs/notes/hopper_forward.md).
+CAUSAL_CLUSTERS = {
+    64: _T(3, 128, 4, pingpong=True, late=7, cluster=2),
+    104: _T(2, 128, 3, pingpong=True, q_in_registers=True, wide_v=True, wide_k=True, late=1, cluster=2),
+    120: _T(2, 128, 3, pingpong=True, q_in_registers=True, wide_v=True, late=2, cluster=2),
+    128: _T(2, 128, 3, pingpong=True, cluster=2),
+    160: _T(2, 128, 2, pingpong=True, cluster=2),
+    192: _T(2, 64, 3, q_in_registers=True, cluster=2),
+    224: _T(2, 80, 2, pingpong=True, wide_v=True, cluster=2),
+    256: _T(2, 64, 2, pingpong=True, cluster=2),
+}
 
 
-def by_dimension(dim: int, dim_v: int, band: bool) -> HopperTile:
+def by_dimension(dim: int, dim_v: int, band: bool, *, clusters: bool = False) -> HopperTile:
     """The tile measured at this head dimension, or at the next larger one."""
     wide = max(dim, dim_v)
-    tile = MEASURED[min(d for d in MEASURED if d >= wide)][band]
+    at = min(d for d in MEASURED if d >= wide)
+    clusters = clusters and at in CAUSAL_CLUSTERS and (wide == at or wide % 16 == 8)
+    tile = CAUSAL_CLUSTERS[at] if clusters else MEASURED[at][band]
     return tile if wide in MEASURED and dim == dim_v else replace(tile, wide_v=True)
+
+
+def shares_loads(problem: AttentionProblem) -> bool:
+    """Whether blocks may be in clusters: their tiles then have (nearly) the same keys to see."""
+    return not problem.varlen and problem.band[0] < 0
+
+
+def too_short(tile: HopperTile) -> bool:
+    """Whether warpgroups of a causal block may have more key tiles to pass over than the ring has stages, and one."""
+    return -(-(tile.groups * tile.cluster - 1) * 64 // tile.block_n) > tile.stages + 1
 
 
 def fp8_tile(dim: int, band: bool) -> HopperTile:
@@ -135,13 +170,13 @@ def fp8_tile(dim: int, band: bool) -> HopperTile:
     return HopperTile(2, 64, 3)
 
 
-def too_many_rows(problem: AttentionProblem) -> bool:
-    """Whether tiles of 192 rows fill a sequence worse than those of 128.
+def worse_filled(problem: AttentionProblem, rows: int, fewer: int) -> bool:
+    """Whether tiles of so many rows fill a sequence worse than those of fewer.
 
-    B=16, S=1024, D=64: 413 to 443 TFLOPS full, 304 to 341 causal (H200, 2026-11-15).
+    B=16, S=1024, D=64, 128 rows for 192: 413 to 443 TFLOPS full, 304 to 341 causal (H200, 2026-11-15).
     """
-    of_three, of_two = (-(-problem.seq_q // rows) * rows for rows in (192, 128))
-    return not problem.varlen and of_three > 1.05 * of_two
+    of_many, of_few = (-(-problem.seq_q // n) * n for n in (rows, fewer))
+    return not problem.varlen and of_many > 1.05 * of_few
 
 
 # What a multiprocessor does with 1, 2 or 3 consumer warpgroups, of what it can do: one alone waits for its own results.

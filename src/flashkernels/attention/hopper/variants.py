@@ -25,9 +25,13 @@ PACKS = (3, 4, 7, 8, 64)
 
 def variant(dim: int, dim_v: int = 0, tile: HopperTile | None = None, pack: int = 1, **flags: bool) -> Variant:
     """A variant with, unless another is given, the tile that problems of many rows take."""
-    band = any(flags.get(name) for name in ("left", "right", "varlen"))
-    chosen = tile or (fp8_tile(max(dim, dim_v), band) if flags.get("fp8") else by_dimension(dim, dim_v or dim, band))
-    if band or pack > 1:
+    band, alone = any(flags.get(name) for name in ("left", "right", "varlen")), pack > 1
+    alone |= any(flags.get(name) for name in ("left", "varlen", "split"))
+    if flags.get("fp8"):
+        chosen = tile or fp8_tile(max(dim, dim_v), band)
+    else:
+        chosen = tile or by_dimension(dim, dim_v or dim, band, clusters=band and not alone)
+    if alone:
         chosen = replace(chosen, cluster=1)
     flags.setdefault("split", not band)  # as `tiles.choose` has it
     return Variant(dim, dim_v or dim, chosen, pack=pack, **flags)
