@@ -79,7 +79,7 @@ def _all() -> Iterator[Variant]:
     yield variant(128, tile=HopperTile(1, 128, wide_v=True), split=True, pack=8, **LOGITS)
     for pack in PACKS:
         yield variant(64, right=True, pack=pack)
-    yield variant(72, varlen=True, pack=7)
+    yield variant(224, varlen=True, pack=7)
     yield from _fp8()
     # the knobs of a tile
     for tile in (
