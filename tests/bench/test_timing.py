@@ -29,7 +29,7 @@ def test_repetitions_fill_the_budget(call_ms: float, expected: int) -> None:
     assert timing.repetitions(60, call_ms) == expected
 
 
-def test_contestants_take_turns_and_the_order_alternates() -> None:
+def test_contestants_take_turns_in_an_order_of_each_round_that_is_the_same_in_every_run() -> None:
     seen: list[str] = []
 
     def sampler(name: str) -> timing.Sampler:
@@ -39,9 +39,15 @@ def test_contestants_take_turns_and_the_order_alternates() -> None:
 
         return sample
 
-    times = timing.interleave({name: sampler(name) for name in "abc"}, rounds=3)
-    assert "".join(seen) == "abccbaabc"
-    assert times["a"] == Times((1.0, 6.0, 7.0))
+    times = timing.interleave({name: sampler(name) for name in "abc"}, rounds=12)
+    rounds = ["".join(seen[i : i + 3]) for i in range(0, 36, 3)]
+    assert all(sorted(one) == ["a", "b", "c"] for one in rounds)
+    assert {a + b for a, b in zip(seen, seen[1:], strict=False)} >= {"ab", "ba", "ac", "ca", "bc", "cb"}
+    assert times["a"] == Times(tuple(float(i + 1) for i, name in enumerate(seen) if name == "a"))
+    first = seen.copy()
+    seen.clear()
+    timing.interleave({name: sampler(name) for name in "abc"}, rounds=12)
+    assert seen == first
 
 
 def test_a_contestant_that_raises_is_out_and_the_others_go_on() -> None:
