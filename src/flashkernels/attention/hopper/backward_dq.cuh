@@ -167,7 +167,7 @@ struct Consumer {
     wgmma::commit();
   }
   DEVICE void release(u32 barrier) {
-    if (lane == 0) mbarrier::arrive(smem + barrier);
+    if (RELEASES > 1 || lane == 0) mbarrier::arrive(smem + barrier);
   }
 
   // P, with a softcap times 1 - tanh², in the place of the scores.
@@ -283,11 +283,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gradient_of_queries(con
     for (int i = 0; i < 2; i++) mbarrier::init(smem + own::Q_FULL + 8 * i, 1);
     for (int i = 0; i < OWN_K_STAGES; i++) {
       mbarrier::init(smem + own::K_FULL + 8 * i, 1);
-      mbarrier::init(smem + own::K_EMPTY + 8 * i, 8);
+      mbarrier::init(smem + own::K_EMPTY + 8 * i, 8 * RELEASES);
     }
     for (int i = 0; i < OWN_V_STAGES; i++) {
       mbarrier::init(smem + own::V_FULL + 8 * i, 1);
-      mbarrier::init(smem + own::V_EMPTY + 8 * i, 8);
+      mbarrier::init(smem + own::V_EMPTY + 8 * i, 8 * RELEASES);
     }
     mbarrier::init(smem + own::RAW, 1);
     mbarrier::publish();
