@@ -213,13 +213,13 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
     ("suite", "file", "line", "day", "commit"),
     [
         ("formats", "decode-formats", "| bf16-b16-s32768 | 4.40 | 2.95 | 4.62 |", 15, "9262a8e"),
-        ("route", "moe-route", "| t32768-e64-k2-graph | 20.6 | 9.8 | 221.2 |", 16, "4649949, 48d7a48"),
+        ("route", "moe-route", "| t32768-e64-k2-graph | 20.6 | 9.8 | 221.6 | 19.2 |", 18, "23d3e47, 4649949, 48d7a48"),
         (
             "layer",
             "moe-layer",
-            "| mixtral-8x7b-t4096-fp8 | 2.717 (1062) | 2.521 (1145) |",
-            17,
-            "cfcd9f3, 48d7a48, 8a98538",
+            "| mixtral-8x7b-t4096-fp8 | 2.717 (1062) | 2.512 (1149) |",
+            18,
+            "23d3e47, cfcd9f3, 48d7a48, 8a98538",
         ),
         ("odd", "attention-odd", "| d97-full | 1.119 (489) | 14.722 (37) | 2.646 (207) |", 16, "ddeb934, 2d22e42"),
         ("rows", "fused-rows", "| rope | 85.5 µs, 3.92 TB/s (95%) | ", 16, "48d7a48"),
