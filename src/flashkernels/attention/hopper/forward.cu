@@ -116,8 +116,8 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int lane) {
   if (rank == 0 && leader) leave_counters(p.counters, (int)gridDim.x / CLUSTER);
 }
 
-// Key tiles, at the right end of a block's, that its warpgroups may have to pass over. Between two of K the ring has one
-// of V to load; with as many as it has stages, the last V of the tile before must be handed back first.
+// Key tiles, at the right end of its block's, that a warpgroup may have to pass over. The producer loads one V between
+// two K: where there may be more of them than stages, a warpgroup hands the last V of the tile before back first.
 constexpr int MOST_SKIPPED = RIGHT ? ceil_div((GROUPS * CLUSTER - 1) * QUERIES, BLOCK_N) : 0;
 constexpr bool SHORT_RING = MOST_SKIPPED > STAGES;
 
@@ -188,7 +188,7 @@ struct Consumer {
     release_k();
     release_q(q_too);
   }
-  // Key tiles that only other warpgroups see. K comes first for all of them: the ring holds as many as there can be.
+  // Key tiles that only other warpgroups see. K comes first for all of them: the ring must have room for as many.
   DEVICE void skip_k() {
     static_assert(MOST_SKIPPED <= STAGES + SHORT_RING, "the K ring would run dry");
     if constexpr (RIGHT) {

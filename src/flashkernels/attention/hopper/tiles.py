@@ -57,9 +57,11 @@ def choose(problem: AttentionProblem, multiprocessors: int, forced: object = Non
         if query_tiles(problem, alone, 1) < 4 * multiprocessors:
             tile = fitted(alone, problem, multiprocessors)
         elif tile.groups == 3 and not fp8 and worse_filled(problem, 192, 128):
-            tile = by_dimension(problem.head_dim, problem.head_dim_v, True)  # which has 128 rows from 96 columns on
-            if tile.groups == 3:
-                tile = replace(tile, groups=2, block_n=128, stages=3, q_in_registers=True, q_stages=1, late=0)
+            masked = by_dimension(problem.head_dim, problem.head_dim_v, True)  # it has 128 rows from 96 columns on
+            if masked.groups == 2:
+                tile = replace(masked, q_in_registers=masked.q_in_registers or forced == "register")
+            else:
+                tile = replace(alone, groups=2, block_n=128, stages=3, q_in_registers=True, q_stages=1, late=0)
         elif not fp8:
             if right >= 0 and forced != "register" and shares_loads(problem) and packs(problem, tile) == 1:
                 tile = by_dimension(problem.head_dim, problem.head_dim_v, band, clusters=True)
@@ -140,7 +142,8 @@ CAUSAL_CLUSTERS = {
 
 
 def by_dimension(dim: int, dim_v: int, band: bool, *, clusters: bool = False) -> HopperTile:
-    """The tile measured at this head dimension, or at the next larger one."""
+    """The tile measured at this head dimension, or at the next larger one. `clusters`: of those in clusters under a
+    causal mask, where there is one; multiples of 16 in between are better without."""
     wide = max(dim, dim_v)
     at = min(d for d in MEASURED if d >= wide)
     clusters = clusters and at in CAUSAL_CLUSTERS and (wide == at or wide % 16 == 8)
