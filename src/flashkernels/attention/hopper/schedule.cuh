@@ -61,6 +61,7 @@ DEVICE Work decode(const Params& p, int id, int lane) {
 
 // Of a warpgroup. Those of a cluster's blocks alternate, so that under a causal mask each block has as many keys to see.
 DEVICE int first_query(const Work& w, int group) {
+  if (GROUPS == 1 || CLUSTER == 1) return w.block * BLOCK_Q + group * QUERIES;
   return w.block / CLUSTER * CLUSTER * BLOCK_Q + (group * CLUSTER + w.block % CLUSTER) * QUERIES;
 }
 
