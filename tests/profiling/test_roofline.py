@@ -136,21 +136,21 @@ def test_no_two_contestants_of_the_committed_results_look_alike() -> None:
 
 
 def test_more_contestants_than_colours_have_other_shapes(tmp_path: Path) -> None:
-    points = [roofline.Point(100.0 + i, 1e14, f"impl{i}", "suite x", i > 2, "bf16", 1e-3) for i in range(30)]
+    points = [roofline.Point(100.0 + i, 1e14, f"impl{i}", "suite x", i > 2, "bf16", 1e-3) for i in range(32)]
     styles = roofline.styles_of([*points, *roofline.study()])
-    assert len(set(styles.values())) == 31 and {style.shape for style in styles.values()} == set(drawing.SHAPES)
+    assert len(set(styles.values())) == 33 and {style.shape for style in styles.values()} == set(drawing.SHAPES)
     roofs = [roofline.datasheet(H200, ["bf16"])]
     scene = roofline.draw(roofs, points)
     shapes = {mark.group: mark.shape for mark in scene.marks if isinstance(mark, Dot)}
     assert shapes == {impl: style.shape for impl, style in styles.items()}
     text = drawing.svg(scene, "picture")
-    assert text.count("<rect ") == text.count("</rect>") == 14 and text.count("<polygon ") == 2
+    assert text.count("<rect ") == text.count("</rect>") == 15 and text.count("<polygon ") == 2
     whole = roofline.with_legend(scene, points, "Roofline")
     below = [mark for mark in whole.marks if isinstance(mark, Dot) and mark.y > scene.height]
     assert [(mark.colour, mark.shape) for mark in below] == list(styles.values())
     drawing.png(whole, tmp_path / "roof.png")
     page = report.render_roofline(roofs, points, "Roofline")
-    assert page.count('data-shape="square"') == 14 and page.count('data-shape="diamond"') == 2
+    assert page.count('data-shape="square"') == 15 and page.count('data-shape="diamond"') == 2
 
 
 def linear(colour: str) -> list[float]:

@@ -14,7 +14,7 @@ PALETTE = {
     "ink": "#1d2129", "quiet": "#626b78", "grid": "#e3e5e8", "card": "#ffffff", "c0": "#1f5fd6", "c1": "#d9480f",
     "c2": "#0c8599", "c3": "#6741d9", "c4": "#c2255c", "c5": "#5c940d", "c6": "#a87400", "c7": "#495057",
     "c8": "#087f5b", "c9": "#9c36b5", "ca": "#862e2e", "cb": "#2b3a67",
-    "cc": "#d000d0", "cd": "#006400", "ce": "#000000", "cf": "#e00000",
+    "cc": "#d000d0", "cd": "#006400", "ce": "#000000", "cf": "#2a0b00",
 }  # fmt: skip
 COLOURS = 16  # c0 to cf, all that one letter counts
 SHAPES = {"circle": "o", "square": "s", "diamond": "D"}  # of dots, with matplotlib's names
