@@ -72,10 +72,9 @@ struct Producer {
       if (t < tiles) w = decode(p, t, lane);
       mail.put(w, lane);
       if (w.id < 0) break;
-      // Asked for now and looked at after the loads of this tile: the answer takes a microsecond.
-      if (lane == 0) t = atomicAdd(p.counters, 1) + gridDim.x;
       const Queries queries = queries_of(p, w);
       const int batch = VARLEN ? 0 : w.batch, count = queries.count();
+      int until_drawn = max(0, p.group * count - 1 - DRAWN_AHEAD);
 #pragma unroll 1
       for (int g = 0; g < p.group; g++) {
         const int head = w.head * p.group + g, first = first_place(p, w.batch, w.q_row, head) + queries.first;
@@ -87,6 +86,7 @@ struct Producer {
             const bool exists = i + lane < count;
             poisoned = __ballot_sync(~0u, exists && (p.poisoned[at / BLOCK] | p.poisoned[(at + BLOCK - 1) / BLOCK]));
           }
+          if (until_drawn-- == 0 && lane == 0) t = atomicAdd(p.counters, 1) + gridDim.x;
           const int row = w.q_row + queries.first + i * BLOCK, place = first + i * BLOCK;
           const bool bad = poisoned >> (i & 31) & 1;
           mbarrier::wait(smem + Q_EMPTY + 8 * q.stage, q.phase);

@@ -92,8 +92,6 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int lane) {
       w = mail.get(p, lane);
     }
     if (w.id < 0) break;
-    // Asked for now and looked at after the loads of this tile: the answer takes a microsecond.
-    if (rank == 0 && leader && !is_part(p, w.id)) id = id_of(p, atomicAdd(p.counters, 1) + gridDim.x / CLUSTER);
     w.block = w.block * CLUSTER + rank;
     kv_head = w.head / p.group;
     const Keys keys = keys_of(p, w, w.block / CLUSTER * CLUSTER * BLOCK_Q, BLOCK_Q * CLUSTER);
@@ -104,12 +102,14 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int lane) {
       if (group == 0) load_k(w, tile);
     }
     q.advance();
+    const int drawn_at = min(tile, keys.first + DRAWN_AHEAD);
 #pragma unroll 1
-    for (; tile > keys.first; tile--) {
-      load_k(w, tile - 1);
+    for (; tile >= keys.first; tile--) {
+      if (tile == drawn_at && rank == 0 && leader && !is_part(p, w.id))
+        id = id_of(p, atomicAdd(p.counters, 1) + gridDim.x / CLUSTER);
+      if (tile > keys.first) load_k(w, tile - 1);
       load_v(w, tile);
     }
-    load_v(w, tile);
     id = __shfl_sync(~0u, id, 0);
     if (is_part(p, w.id)) id = part_of(p, w.id).last ? end : id + 1;  // there are no more shares than blocks: one each
   }

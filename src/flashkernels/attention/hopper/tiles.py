@@ -42,7 +42,7 @@ def choose(problem: AttentionProblem, multiprocessors: int, forced: object = Non
         return Choice(variant_of(problem, tile, 1), query_tiles(problem, tile, 1))
     right, band, fp8 = problem.band[1], problem.band != (-1, -1), problem.dtype == "fp8"
     if fp8:
-        tile = fp8_tile(max(problem.head_dim, problem.head_dim_v), band)
+        tile = fp8_tile(max(problem.head_dim, problem.head_dim_v))
     else:
         tile = by_dimension(problem.head_dim, problem.head_dim_v, band or problem.varlen)
     if isinstance(forced, HopperTile):
@@ -161,16 +161,16 @@ def too_short(tile: HopperTile) -> bool:
     return -(-(tile.groups * tile.cluster - 1) * 64 // tile.block_n) > tile.stages + 1
 
 
-def fp8_tile(dim: int, band: bool) -> HopperTile:
+def fp8_tile(dim: int) -> HopperTile:
     """Key tiles divide 128, so that one has one scale; P takes half the registers of 16-bit types.
 
-    The fastest of about 20 at D = 64 and 128, of 4 at D = 256 (H200, 2026-11-15, B=1, S=16384).
+    The fastest of about 25 at D = 64 and 128, of 6 at D = 256 (H200, 2026-11-18, B=1, S=16384). At 128, three
+    warpgroups with 64 keys gave 4 to 11 % over two with 128; at 64, 64 keys gave 3 to 5 % over 128 without a mask, and
+    nothing with one.
     """
-    if dim <= 64:
-        return HopperTile(3, 128, 3)
-    if dim <= 192:
-        return HopperTile(2, 128, 3, pingpong=not band and dim <= 128, q_in_registers=not band and dim <= 128)
-    return HopperTile(2, 64, 3)
+    if dim <= 128:
+        return HopperTile(3, 64, 4, q_stages=1 if dim <= 64 else 2)
+    return HopperTile(2, 128 if dim <= 192 else 64, 3)
 
 
 def worse_filled(problem: AttentionProblem, rows: int, fewer: int) -> bool:

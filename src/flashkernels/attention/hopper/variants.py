@@ -28,7 +28,7 @@ def variant(dim: int, dim_v: int = 0, tile: HopperTile | None = None, pack: int 
     band, alone = any(flags.get(name) for name in ("left", "right", "varlen")), pack > 1
     alone |= any(flags.get(name) for name in ("left", "varlen", "split"))
     if flags.get("fp8"):
-        chosen = tile or fp8_tile(max(dim, dim_v), band)
+        chosen = tile or fp8_tile(max(dim, dim_v))
     else:
         chosen = tile or by_dimension(dim, dim_v or dim, band, clusters=band and not alone)
     if alone:

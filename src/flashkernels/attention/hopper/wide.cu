@@ -77,8 +77,6 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int share, int lane) {
       w = mail.get(p, lane);
     }
     if (w.id < 0) break;
-    // Asked for now and looked at after the loads of this tile: the answer takes a microsecond.
-    if (draws && leader) t = atomicAdd(p.counters, 1) + gridDim.x / CLUSTER;
     const Keys keys = keys_of(p, w, w.block * CLUSTER * BLOCK_Q, BLOCK_Q * CLUSTER);
     w.block = w.block * CLUSTER + rank;
     kv_head = w.head / p.group;
@@ -86,8 +84,10 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int share, int lane) {
     if (share == 0) load_q(w);
     int pair = ceil_div(keys.end, 2) - 1;
     load_k(w, 2 * pair + share);
+    const int drawn_at = min(pair, keys.first / 2 + DRAWN_AHEAD);
 #pragma unroll 1
     for (; pair >= keys.first / 2; pair--) {
+      if (pair == drawn_at && draws && leader) t = atomicAdd(p.counters, 1) + gridDim.x / CLUSTER;
       if (pair > keys.first / 2) load_k(w, 2 * pair - 2 + share);
       load_v(w, 2 * pair + share);
       load_v(w, 2 * pair + 1 - share);
