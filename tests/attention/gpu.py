@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor
 
 import flashkernels as fk
 import flashkernels.attention.api as api
+from flashkernels.attention.hopper.build import build_all
+from flashkernels.attention.hopper.source import Variant
 from flashkernels.jit import eager
 
 from . import oracle
@@ -42,6 +45,14 @@ def per_impl(name: str, triton: Iterable[Any], hopper: Iterable[Any]) -> pytest.
 
 def _id(x: Any) -> str:
     return dtype_id(x) if isinstance(x, torch.dtype) else str(x)
+
+
+def compile_ahead(variants: Iterable[Variant], request: pytest.FixtureRequest) -> None:
+    """By all cores, where this process has most tests of the module. One of many, xdist's or others, each with some of
+    them, compiles what it meets: the others are on the other cores."""
+    chosen = sum(item.path == request.path for item in request.session.items)
+    if "PYTEST_XDIST_WORKER" not in os.environ and chosen > 200:
+        assert [(name, faults) for name, faults in build_all(variants) if faults] == []
 
 
 def cuda(shape: Shape, dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[Tensor, Tensor, Tensor]:

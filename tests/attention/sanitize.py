@@ -2,8 +2,9 @@
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.attention.sanitize
     compute-sanitizer --tool racecheck --error-exitcode 1 python -m tests.attention.sanitize hopper
-    compute-sanitizer --tool racecheck --error-exitcode 1 python -m tests.attention.sanitize hopper gradients
+    compute-sanitizer --tool racecheck --error-exitcode 1 python -m tests.attention.sanitize hopper gradients 2/4
 
+The last has a quarter of the calls: racecheck takes up to a minute for one, and processes may share a set.
 Each tensor is an allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING=1), so that a read past its end
 is out of bounds and not merely inside the allocator's block.
 """
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch import Tensor
 import flashkernels as fk
 import flashkernels.attention.api as api
 from flashkernels.attention.hopper import backward_tiles, tiles
+from flashkernels.attention.hopper.source import HopperTile
 from flashkernels.attention.hopper.tiles import by_dimension
 
 from . import fp8, gradients, oracle
@@ -98,73 +101,77 @@ GRADIENTS = (
 )
 GRADIENT_ROUNDS = (("plain", Shape(b=2, sq=80, sk=260, h=60, hkv=60, d=64), False),)  # 360 tiles: several a block
 RAGGED = ([50, 0, 1, 133], [70, 9, 0, 133])
+COPIED = (Shape(b=2, sq=130, sk=131, h=2, hkv=1, d=70, dv=33), Shape(b=1, sq=77, sk=201, h=3, hkv=1, d=72))
+POISONED = (Shape(b=1, sq=150, sk=150, h=2, hkv=1, d=72), Shape(b=1, sq=20, sk=2500, h=2, hkv=1, d=64))
+EIGHT_BITS = (
+    ("causal+sinks", Shape(b=1, sq=150, sk=201, h=2, hkv=1, d=80, dv=48)),
+    ("alibi2d", Shape(b=1, sq=3, sk=2500, h=8, hkv=1, d=128)),
+)
+
+
+# One call of the set, its check included.
+Call = Callable[[], None]
 
 
 def done(what: object, features: str, dtype: torch.dtype = torch.bfloat16) -> None:
     print(f"ok  {what}  {features}  {str(dtype).removeprefix('torch.')}", flush=True)
 
 
-def dense(impl: str, cases: tuple[tuple[str, Shape, torch.dtype], ...]) -> None:
-    for features, shape, dtype in cases:
-        inputs, named = qkv(shape, dtype, device="cuda"), keywords(features, shape, "cuda")
-        out, lse = fk.attention(*inputs, return_lse=True, impl=impl, **named)
-        torch.cuda.synchronize()
-        oracle.assert_correct(out, lse, *inputs, **named)
-        done(shape, features, dtype)
+def dense(impl: str, features: str, shape: Shape, dtype: torch.dtype) -> None:
+    inputs, named = qkv(shape, dtype, device="cuda"), keywords(features, shape, "cuda")
+    out, lse = fk.attention(*inputs, return_lse=True, impl=impl, **named)
+    torch.cuda.synchronize()
+    oracle.assert_correct(out, lse, *inputs, **named)
+    done(shape, features, dtype)
 
 
-def forced() -> None:
-    for features, shape, tile in FORCED:
-        inputs, named = qkv(shape, torch.bfloat16, device="cuda"), keywords(features, shape, "cuda")
-        with fk.use_tile(tile=tile):
-            out, lse = fk.attention(*inputs, return_lse=True, impl="hopper", **named)
-        torch.cuda.synchronize()
-        oracle.assert_correct(out, lse, *inputs, **named)
-        done(shape, f"{features} {tile.name}")
+def forced(features: str, shape: Shape, tile: HopperTile) -> None:
+    inputs, named = qkv(shape, torch.bfloat16, device="cuda"), keywords(features, shape, "cuda")
+    with fk.use_tile(tile=tile):
+        out, lse = fk.attention(*inputs, return_lse=True, impl="hopper", **named)
+    torch.cuda.synchronize()
+    oracle.assert_correct(out, lse, *inputs, **named)
+    done(shape, f"{features} {tile.name}")
 
 
-def varlen(impl: str) -> None:
-    for dim in (64, 72):
-        shape = Shape(b=4, h=3, hkv=1, d=dim)
-        batch = ragged(*RAGGED, shape, torch.bfloat16, device="cuda")
-        named = keywords(EVERYTHING, shape, "cuda")
-        out, lse = fk.attention_varlen(*batch.args, return_lse=True, impl=impl, **named)
-        torch.cuda.synchronize()
-        oracle.assert_correct_varlen(out, lse, *batch.tensors, **named)
-        done(f"varlen d{dim}", "+".join(EVERYTHING))
+def varlen(impl: str, dim: int) -> None:
+    shape = Shape(b=4, h=3, hkv=1, d=dim)
+    batch = ragged(*RAGGED, shape, torch.bfloat16, device="cuda")
+    named = keywords(EVERYTHING, shape, "cuda")
+    out, lse = fk.attention_varlen(*batch.args, return_lse=True, impl=impl, **named)
+    torch.cuda.synchronize()
+    oracle.assert_correct_varlen(out, lse, *batch.tensors, **named)
+    done(f"varlen d{dim}", "+".join(EVERYTHING))
 
 
-def copies() -> None:
+def copies(shape: Shape) -> None:
     """Rows that are no multiple of 16 bytes, copied to such ones and back; and one element past such a place."""
-    for shape in (Shape(b=2, sq=130, sk=131, h=2, hkv=1, d=70, dv=33), Shape(b=1, sq=77, sk=201, h=3, hkv=1, d=72)):
-        q, k, v = map(misaligned, qkv(shape, torch.bfloat16, device="cuda"))
-        out, lse = fk.attention(q, k, v, causal=True, return_lse=True, impl="aligned")
-        torch.cuda.synchronize()
-        oracle.assert_correct(out, lse, q, k, v, causal=True)
-        done(shape, "copied")
+    q, k, v = map(misaligned, qkv(shape, torch.bfloat16, device="cuda"))
+    out, lse = fk.attention(q, k, v, causal=True, return_lse=True, impl="aligned")
+    torch.cuda.synchronize()
+    oracle.assert_correct(out, lse, q, k, v, causal=True)
+    done(shape, "copied")
 
 
-def pages() -> None:
-    for features in ("plain", "causal", "+".join(EVERYTHING)):
-        shape = Shape(b=4, h=3, hkv=1, d=72)
-        batch = ragged(*RAGGED, shape, torch.bfloat16, device="cuda")
-        cache, named = paged(batch, 64, spare=0), keywords(features, shape, "cuda")
-        args = (batch.q, cache.k, cache.v, *batch.args[3:])
-        out, lse = fk.attention_varlen(*args, block_table=cache.table, return_lse=True, impl="hopper", **named)
-        torch.cuda.synchronize()
-        oracle.assert_correct_varlen(out, lse, *batch.tensors, **named)
-        done("paged d72", features)
+def pages(features: str) -> None:
+    shape = Shape(b=4, h=3, hkv=1, d=72)
+    batch = ragged(*RAGGED, shape, torch.bfloat16, device="cuda")
+    cache, named = paged(batch, 64, spare=0), keywords(features, shape, "cuda")
+    args = (batch.q, cache.k, cache.v, *batch.args[3:])
+    out, lse = fk.attention_varlen(*args, block_table=cache.table, return_lse=True, impl="hopper", **named)
+    torch.cuda.synchronize()
+    oracle.assert_correct_varlen(out, lse, *batch.tensors, **named)
+    done("paged d72", features)
 
 
-def poison() -> None:
+def poison(shape: Shape) -> None:
     """NaN behind a mask: the rows are made again by plain loads."""
-    for shape in (Shape(b=1, sq=150, sk=150, h=2, hkv=1, d=72), Shape(b=1, sq=20, sk=2500, h=2, hkv=1, d=64)):
-        q, k, v = qkv(shape, torch.bfloat16, device="cuda")
-        v[:, -10:] = float("nan")
-        out, lse = fk.attention(q, k, v, causal=True, return_lse=True, impl="hopper")
-        torch.cuda.synchronize()
-        oracle.assert_correct(out, lse, q, k, v, causal=True)
-        done(shape, "NaN in v")
+    q, k, v = qkv(shape, torch.bfloat16, device="cuda")
+    v[:, -10:] = float("nan")
+    out, lse = fk.attention(q, k, v, causal=True, return_lse=True, impl="hopper")
+    torch.cuda.synchronize()
+    oracle.assert_correct(out, lse, q, k, v, causal=True)
+    done(shape, "NaN in v")
 
 
 def negative() -> None:
@@ -176,15 +183,51 @@ def negative() -> None:
     done(shape, "scale below 0")
 
 
-def eight_bits() -> None:
+def eight_bits(features: str, shape: Shape) -> None:
     """FP8: V is transposed first, with ends of keys and columns; scales for each block; packed heads, keys in parts."""
-    for features, shape in (
-        ("causal+sinks", Shape(b=1, sq=150, sk=201, h=2, hkv=1, d=80, dv=48)),
-        ("alibi2d", Shape(b=1, sq=3, sk=2500, h=8, hkv=1, d=128)),
-    ):
-        fp8.check(fp8.quantised(shape, "cuda", per_block=True), "hopper", **keywords(features, shape, "cuda"))
-        torch.cuda.synchronize()
-        done(shape, features, fp8.E4M3)
+    fp8.check(fp8.quantised(shape, "cuda", per_block=True), "hopper", **keywords(features, shape, "cuda"))
+    torch.cuda.synchronize()
+    done(shape, features, fp8.E4M3)
+
+
+def gradient(impl: str, features: str, shape: Shape, deterministic: bool) -> None:
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    gradients.check(*qkv(shape, torch.bfloat16, device="cuda"), impl=impl, **keywords(features, shape, "cuda"))
+    torch.use_deterministic_algorithms(False)
+    done(shape, f"gradients {features}")
+
+
+def ragged_gradient(impl: str, dim: int) -> None:
+    shape = Shape(b=4, h=3, hkv=1, d=dim)
+    batch = ragged(*RAGGED, shape, torch.bfloat16, device="cuda")
+    gradients.check_varlen(batch, impl=impl, **keywords("causal", shape, "cuda"))
+    done(f"varlen d{dim}", "gradients causal")
+
+
+def calls(impl: str, what: str) -> Iterator[Call]:
+    """All calls of a set, in an order in which neighbours take about as long."""
+    if what == "gradients":
+        yield from (partial(gradient, impl, *case) for case in (*GRADIENTS, *GRADIENT_ROUNDS))
+        yield from (partial(ragged_gradient, impl, dim) for dim in (72, 120))
+        return
+    yield from (partial(dense, impl, *case) for case in (HOPPER if impl == "hopper" else CASES))
+    yield from (partial(varlen, impl, dim) for dim in (64, 72))
+    yield from (partial(copies, shape) for shape in COPIED)
+    if impl == "hopper":
+        yield from (partial(pages, features) for features in ("plain", "causal", "+".join(EVERYTHING)))
+        yield from (partial(poison, shape) for shape in POISONED)
+        yield negative
+        yield from (partial(eight_bits, *case) for case in EIGHT_BITS)
+        yield from (partial(forced, *case) for case in FORCED)
+        yield from (partial(dense, impl, *case) for case in ROUNDS)
+
+
+def part_of(impl: str, what: str, part: str) -> list[Call]:
+    """Those of a part, such as 2/3, the second of three: as many processes share a set."""
+    number, parts = map(int, part.split("/"))
+    if not 1 <= number <= parts:
+        raise ValueError(f"part={part!r} is not one of 1/{parts} to {parts}/{parts}")
+    return list(calls(impl, what))[number - 1 :: parts]
 
 
 def let_every_lane_arrive() -> None:
@@ -215,39 +258,15 @@ def expect_from_the_host() -> None:
         setattr(oracle, name, hosted(getattr(oracle, name)))
 
 
-def backward(impl: str) -> None:
-    """By this implementation alone."""
-    api.BACKWARD_IMPLS = tuple(row for row in api.BACKWARD_IMPLS if row.name == impl)
-    for features, shape, deterministic in (*GRADIENTS, *GRADIENT_ROUNDS):
-        named = keywords(features, shape, "cuda")
-        torch.use_deterministic_algorithms(deterministic, warn_only=True)
-        gradients.check(*qkv(shape, torch.bfloat16, device="cuda"), impl=impl, **named)
-        torch.use_deterministic_algorithms(False)
-        done(shape, f"gradients {features}")
-    for dim in (72, 120):
-        shape = Shape(b=4, h=3, hkv=1, d=dim)
-        batch = ragged(*RAGGED, shape, torch.bfloat16, device="cuda")
-        gradients.check_varlen(batch, impl=impl, **keywords("causal", shape, "cuda"))
-        done(f"varlen d{dim}", "gradients causal")
-
-
-def main(impl: str = "triton", what: str = "outputs") -> None:
+def main(impl: str = "triton", what: str = "outputs", part: str = "1/1") -> None:
     os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # read at the first allocation
+    torch.set_num_threads(2)  # of the oracle: processes that share a set share the cores, too
     let_every_lane_arrive()
     expect_from_the_host()
-    if what == "gradients":
-        backward(impl)
-        return
-    dense(impl, HOPPER if impl == "hopper" else CASES)
-    varlen(impl)
-    copies()
-    if impl == "hopper":
-        pages()
-        poison()
-        negative()
-        eight_bits()
-        forced()
-        dense(impl, ROUNDS)
+    if what == "gradients":  # by this implementation alone
+        api.BACKWARD_IMPLS = tuple(row for row in api.BACKWARD_IMPLS if row.name == impl)
+    for call in part_of(impl, what, part):
+        call()
 
 
 if __name__ == "__main__":

@@ -330,7 +330,7 @@ def test_explain_on_an_h200() -> None:
     assert (why.impl, why.bound, why.choices) == ("hopper", "compute", ())
     assert why.hopper is not None and why.hopper.variant.fp8 and why.hopper.computed == (128, 128)
     assert why.floor == pytest.approx(PROBLEM.flops() / 1978.9e12)
-    for line in ("attention fp8 B=1", "not triton: has no fp8 kernel", "tile: 128x128", "1111.2 µs"):
+    for line in ("attention fp8 B=1", "not triton: has no fp8 kernel", "tile: 192x64", "1111.2 µs"):
         assert line in str(why)
     odd = fk.explain("attention", problem=but(head_dim=80), gpu="h200")
     assert odd.hopper is not None and odd.hopper.computed == (96, 80)  # Q·Kᵀ takes 32 columns at a time

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from .gpu import (
     check,
     check_pages,
     check_varlen,
+    compile_ahead,
     cuda,
     dtype_id,
     misaligned,
@@ -66,12 +66,8 @@ def shares(*inputs: Tensor, **features: Any) -> int:
 
 
 @pytest.fixture(scope="module")
-def compiled_variants(kernels: Path) -> None:
-    """All variants, compiled by all cores. Where xdist runs many workers, these are the cores: nothing to do."""
-    from flashkernels.attention.hopper.build import build_all
-
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        assert [(name, faults) for name, faults in build_all(VARIANTS) if faults] == []
+def compiled_variants(kernels: Path, request: pytest.FixtureRequest) -> None:
+    compile_ahead(VARIANTS, request)
 
 
 @pytest.mark.usefixtures("compiled_variants")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,19 @@ from flashkernels.attention.hopper.wide_variants import ALONE, DIMS, MIXED, PAIR
 
 from . import oracle
 from .cases import EVERYTHING, NO_MASK, Shape, generator, keywords, pairs, ragged
-from .gpu import INF, LENGTHS, NAN, check, check_varlen, cuda, dtype_id, new_memory_is_nan, on_hopper, syncs_are_errors
+from .gpu import (
+    INF,
+    LENGTHS,
+    NAN,
+    check,
+    check_varlen,
+    compile_ahead,
+    cuda,
+    dtype_id,
+    new_memory_is_nan,
+    on_hopper,
+    syncs_are_errors,
+)
 from .test_hopper import LOGITS, aligned
 
 pytestmark = [pytest.mark.gpu, on_hopper]
@@ -29,13 +40,10 @@ each_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], id
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compiled(kernels: Path) -> None:
-    """Most variants of these tests, compiled by all cores. Where xdist runs many workers, these are the cores."""
-    from flashkernels.attention.hopper.build import build_all
-
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        both = [wide_variant(dim, right=right) for dim in DIMS for right in (False, True)]
-        assert [(name, faults) for name, faults in build_all(dict.fromkeys((*WIDE, *both))) if faults] == []
+def _compiled(kernels: Path, request: pytest.FixtureRequest) -> None:
+    """Most variants of these tests."""
+    both = [wide_variant(dim, right=right) for dim in DIMS for right in (False, True)]
+    compile_ahead(dict.fromkeys((*WIDE, *both)), request)
 
 
 # Sizes

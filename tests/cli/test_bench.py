@@ -226,9 +226,9 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
         (
             "headdims",
             "attention-backward",
-            "| 64 | 516 / 457 | 392 / 356 | 385 / 314 | 414 / 358 | 494 / 460 |",
-            17,
-            "cfcd9f3, 959a56a, 48d7a48, 864dd6e",
+            "| 64 | 516 / 444 | 392 / 356 | 385 / 314 | 414 / 367 | 494 / 449 |",
+            18,
+            "b218c8e, cfcd9f3, 959a56a, 48d7a48, 864dd6e",
         ),
     ],
 )

@@ -13,14 +13,14 @@ CLOCK = 1.755e9  # of an H200 under load
 FLOPS_A_CYCLE, EXPONENTIALS_A_CYCLE = 4096, 16  # of a multiprocessor; twice the FLOPs in FP8
 
 # Fitted to the committed results of an H200 (2026-11-15: head dimensions, scaling grid, FP8, and the wide heads of
-# docs/notes/hopper_forward.md), least squares of the relative error. The 15 rows of `shapes` had no part in it and are
-# predicted within 10.1 %.
+# docs/notes/hopper_forward.md), least squares of the relative error; TAIL again on 2026-11-18, when blocks came to draw
+# their tiles later. The 15 rows of `shapes` had no part in it and are predicted within 15 %.
 PRODUCTS, WIDE_PRODUCTS = 0.98, 1.42  # time over that of tensor cores always busy; wide heads keep P in shared memory
 EXPOSED = {1: 1.19, 2: 0.69, 3: 0.62}  # share of the exponentials' time that products do not hide, by warpgroups
 EXPOSED_FP8 = 0.81
 TILE, TILE_COLUMNS = 1.53e-6, 0.33e-6  # seconds at the ends of a tile, and for each 64 columns of a warpgroup's output
 LAUNCH = 2.2e-6
-TAIL = 1.44  # products of an average tile: how long the last blocks of unequal tiles run on
+TAIL = 1.0  # products of an average tile: how long the last blocks of unequal tiles run on
 COMBINE = 2.5e-6  # adding up split keys (docs/notes/hopper_forward.md: 2 to 3 µs)
 REACHED = 0.92  # of the datasheet's bandwidth (4.4 of 4.8 TB/s)
 
