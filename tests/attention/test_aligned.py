@@ -98,7 +98,9 @@ def test_dropout_drops_the_same_weights() -> None:
     width=st.integers(1, 80), layout=st.sampled_from(["bshd", "bhsd"]), shape=st.sampled_from(["dense", "ragged"]),
     gap=st.sampled_from([1, 2]),
 )  # fmt: skip
-def test_copies(sizes: tuple[int, int, int], dim: int, width: int, layout: str, shape: str, gap: int) -> None:
+def test_copies(
+    sizes: tuple[int, int, int], dim: int, width: int, layout: str, shape: str, gap: int
+) -> None:
     """Columns that are there stay, others are zeros, whatever was in memory; of any strides, in any order."""
     from flashkernels.attention.triton import copy
 
