@@ -5,7 +5,7 @@
 // How many key tiles (query blocks, in the backward) before a tile's last one a block draws its next tile. The answer
 // takes a microsecond, which two of them last. Drawn when a tile begins, the next one may go to the block that is last
 // to be free: heavy tiles then follow heavy ones. Of 8 tiles a block, under a causal mask, that cost 8 % (D=256; H200,
-// 2026-11-18).
+// 2026-11-18). A walk that is no longer than that draws before its first loads, which wait for buffers.
 constexpr int DRAWN_AHEAD = 2;
 
 // Largest i with starts[i] <= t, found by a whole warp: 32 probes at a time.

@@ -96,17 +96,20 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int lane) {
     kv_head = w.head / p.group;
     const Keys keys = keys_of(p, w, w.block / CLUSTER * CLUSTER * BLOCK_Q, BLOCK_Q * CLUSTER);
     int tile = keys.end - 1;
+    auto draw = [&] {
+      if (rank == 0 && leader && !is_part(p, w.id)) id = id_of(p, atomicAdd(p.counters, 1) + gridDim.x / CLUSTER);
+    };
+    const bool is_short = tile <= keys.first + DRAWN_AHEAD;
+    if (is_short) draw();
 #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
       load_q(w, group);
       if (group == 0) load_k(w, tile);
     }
     q.advance();
-    const int drawn_at = min(tile, keys.first + DRAWN_AHEAD);
 #pragma unroll 1
     for (; tile >= keys.first; tile--) {
-      if (tile == drawn_at && rank == 0 && leader && !is_part(p, w.id))
-        id = id_of(p, atomicAdd(p.counters, 1) + gridDim.x / CLUSTER);
+      if (tile == keys.first + DRAWN_AHEAD && !is_short) draw();
       if (tile > keys.first) load_k(w, tile - 1);
       load_v(w, tile);
     }

@@ -81,13 +81,17 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int share, int lane) {
     w.block = w.block * CLUSTER + rank;
     kv_head = w.head / p.group;
     batch = VARLEN ? 0 : w.batch;
-    if (share == 0) load_q(w);
     int pair = ceil_div(keys.end, 2) - 1;
+    auto draw = [&] {
+      if (draws && leader) t = atomicAdd(p.counters, 1) + gridDim.x / CLUSTER;
+    };
+    const bool is_short = pair <= keys.first / 2 + DRAWN_AHEAD;
+    if (is_short) draw();
+    if (share == 0) load_q(w);
     load_k(w, 2 * pair + share);
-    const int drawn_at = min(pair, keys.first / 2 + DRAWN_AHEAD);
 #pragma unroll 1
     for (; pair >= keys.first / 2; pair--) {
-      if (pair == drawn_at && draws && leader) t = atomicAdd(p.counters, 1) + gridDim.x / CLUSTER;
+      if (pair == keys.first / 2 + DRAWN_AHEAD && !is_short) draw();
       if (pair > keys.first / 2) load_k(w, 2 * pair - 2 + share);
       load_v(w, 2 * pair + share);
       load_v(w, 2 * pair + 1 - share);
