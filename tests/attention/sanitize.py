@@ -205,7 +205,7 @@ def ragged_gradient(impl: str, dim: int) -> None:
 
 
 def calls(impl: str, what: str) -> Iterator[Call]:
-    """All calls of a set, in an order in which neighbours take about as long."""
+    """All calls of a set. The large ones are neighbours, so that parts share them."""
     if what == "gradients":
         yield from (partial(gradient, impl, *case) for case in (*GRADIENTS, *GRADIENT_ROUNDS))
         yield from (partial(ragged_gradient, impl, dim) for dim in (72, 120))
