@@ -250,6 +250,26 @@ def test_blocks_share_loads_under_a_causal_mask(dim: int, more_keys: int, hkv: i
 
 
 @each_half
+@pytest.mark.parametrize("feature", ["plain", "causal", "window"])
+@pytest.mark.parametrize(
+    ("dim", "dim_v"), [*((n, n) for n in (16, 40, 64, 72, 112, 160, 256)), (48, 136), (192, 128)]
+)
+def test_outputs_leave_through_shared_memory(dim: int, dim_v: int, feature: str, dtype: torch.dtype) -> None:
+    """Of blocks that take several tiles, 64 columns at a time, as many as there is room for; others from registers.
+    Every element is written, and no row past a sequence's end: there the next one begins."""
+    shape = Shape(b=3, sq=570, sk=301, h=60, hkv=60, d=dim, dv=dim_v)
+    inputs, features = cuda(shape, dtype), keywords(feature, shape, "cuda")
+    choice = tiles.choose(problem_of(*inputs, **features), multiprocessors())
+    assert choice.variant.out_chunks and choice.tiles * choice.variant.tile.cluster > multiprocessors()
+    with new_memory_is_nan():
+        first, _ = check(*inputs, impl=IMPL, **features)
+        for _ in range(10):
+            assert torch.equal(fk.attention(*inputs, impl=IMPL, **features), first)
+        turned = fk.attention(*(x.transpose(1, 2) for x in inputs), layout="bhsd", impl=IMPL, **features)
+    assert torch.equal(turned.transpose(1, 2), first)
+
+
+@each_half
 @pytest.mark.parametrize("kv_heads", [1, 8])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_one_query_and_very_many_keys(dtype: torch.dtype, kv_heads: int, dim: int) -> None:

@@ -225,13 +225,25 @@ def test_chunks_cover_the_head(one: Variant) -> None:
     assert v_row <= v_width * v_chunks < v_row + 128
 
 
+@pytest.mark.parametrize(
+    ("dim", "stages", "chunks"), [(64, 2, 1), (72, 2, 2), (128, 2, 2), (128, 3, 0), (160, 2, 1), (192, 2, 0)]
+)
+def test_outputs_have_what_is_left_of_shared_memory(dim: int, stages: int, chunks: int) -> None:
+    one = Variant(dim, dim, HopperTile(2, 128, stages))
+    assert one.out_chunks == chunks
+    chunk = 2 * 64 * 128
+    assert chunks == -(-dim // 64) or one.shared + chunk > tiles.SHARED_LIMIT
+
+
 def test_shared_memory_is_the_sum_of_its_parts() -> None:
     one = Variant(64, 64, HopperTile(2, 128, 2))
     q, kv, barriers, mail, notes = 2 * 64 * 128, 2 * 2 * 128 * 128, 8 * (2 * 2 + 4 * 2 + 4), 64, 2 * 16
-    assert one.shared == q + kv + barriers + mail + notes
+    out = 2 * 64 * 128
+    assert one.shared == q + kv + out + barriers + mail + notes
     fp8 = replace(one, fp8=True)
-    assert fp8.shared == q // 2 + kv // 2 + barriers + mail + notes
-    assert replace(fp8, head_dim_v=128).shared == fp8.shared + 2 * 64 * 128
+    assert fp8.shared == q // 2 + kv // 2 + out + barriers + mail + notes
+    assert replace(fp8, head_dim_v=128).shared == fp8.shared + 2 * 64 * 128 + out
+    assert replace(one, varlen=True).shared == replace(one, pack=2).shared == one.shared - out
     assert one.threads == 384
     assert (one.queries, replace(one, pack=7).queries, replace(one, pack=64).queries) == (128, 18, 2)
 

@@ -87,8 +87,8 @@ def test_a_plain_call_has_its_pointers_maps_and_scale(driver: Driver) -> None:
     assert (params.q_data, params.k_data, params.v_data) == (q.data_ptr(), k.data_ptr(), v.data_ptr())
     assert [params.slopes, params.sinks, params.order, params.pages, params.partial, params.values] == [None] * 6
     assert params.scale == pytest.approx(0.5 * 1.4426950408889634)
-    assert [m[0] for m in driver.maps] == [q.data_ptr(), q.data_ptr(), k.data_ptr(), k.data_ptr(), v.data_ptr()]
-    assert (params.q[0], params.q_rest[0], params.k[0], params.k_rest[0], params.v[0]) == (1, 2, 3, 4, 5)
+    assert [m[0] for m in driver.maps] == [x.data_ptr() for x in (q, q, k, k, v, out)]
+    assert [m[0] for m in (params.q, params.q_rest, params.k, params.k_rest, params.v, params.o)] == [1, 2, 3, 4, 5, 6]
     assert list(params.out_strides) == list(out.stride()[:3]) and params.lse_head == 4096
 
 
@@ -103,6 +103,24 @@ def test_a_second_call_with_other_tensors_gets_other_maps(driver: Driver) -> Non
         assert len(driver.maps) == made
         params = driver.launches[-1][3]
         assert params.q_data == tensors.q.data_ptr() and (params.q[0], params.k[0], params.v[0]) == maps
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_blocks_of_several_tiles_have_a_map_of_each_output(driver: Driver, dtype: torch.dtype, layout: str) -> None:
+    """In boxes of 64 columns and a warp's 16 rows; one for each address, whatever the inputs' are."""
+    tensors = Tensors(*inputs(2, 1000, 100, 64, dtype))
+    problem = described(*tensors[:3], causal=False, softmax_scale=None, window=(-1, -1), softcap=0.0, alibi_slopes=None,
+                        sinks=None, layout=layout)  # fmt: skip
+    run = forward.plan(problem, H200, tensors)
+    outs = [run(tensors, 1.0, 0.0)[0] for _ in range(3)]
+    for out in outs:
+        (made,) = [m for m in driver.maps if m[0] == out.data_ptr()]
+        kind = "fp16" if dtype == torch.float16 else "bf16"
+        steps = tuple(2 * out.stride(i) for i in (1, 2, 0))
+        assert made[1:] == (kind, (64, 1000, 100, 2), steps, (64, 16, 1, 1), 128)
+    again = [params.o[0] for *_, params in driver.launches if params.o[0]]
+    assert len({*again}) == 3
 
 
 def test_features_have_their_pointers(driver: Driver) -> None:
@@ -187,6 +205,26 @@ def test_the_backward_keeps_the_maps_of_each_set_of_tensors(driver: Driver, laun
         assert len(driver.maps) == made and params.k_data == tensors.k.data_ptr()
         assert (params.q[0], params.k[0], params.v[0], params.grad_out[0]) == maps
     assert [m[0] for m in driver.maps[:4]] == [x.data_ptr() for x in (*first[:3], given.grad_out)]
+
+
+@pytest.mark.parametrize("wanted", [("q", "k", "v"), ("q", "k"), ("v",)], ids="".join)
+def test_gradients_that_the_copy_engine_writes_have_maps(
+    driver: Driver, launched: list[backward.Params], wanted: tuple[str, ...]
+) -> None:
+    """In boxes of a warp's 16 keys; one for each address."""
+    tensors = Tensors(*inputs(2, 256, 3, 96))
+    run, given = differentiated(tensors, wanted)
+    kept = [run(tensors, given, 1.0, 0.0) for _ in range(2)]  # both are alive: two addresses
+    kept.append(run(tensors, given, 1.0, 0.0))
+    seen = launched[1::3] if "q" in wanted else launched[1::2]  # rows, backward, and queries where dQ is wanted
+    for params, (_, dk, dv, *_) in zip(seen, kept, strict=True):
+        for at, x in ((params.dk_rows[0], dk), (params.dv_rows[0], dv)):
+            if x is None:
+                assert at == 0
+            else:
+                assert driver.maps[at - 1] == (
+                    x.data_ptr(), "bf16", (96, 256, 3, 2), (576, 192, 147456), (64, 16, 1, 1), 128
+                )  # fmt: skip
 
 
 @pytest.mark.parametrize("seq", [1, 16, 65, 300, 1000])

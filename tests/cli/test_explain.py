@@ -83,7 +83,7 @@ def test_gradients_are_explained() -> None:
     assert (done.exit_code, done.stderr) == (0, "")
     for part in (
         "gradients of q, k, v: attention bf16 B=4 S=4096, 28 heads, head_dim 72, causal on NVIDIA H200",
-        "implementation: hopper", "not triton: ", "not torch: ", "tile: split-q3-register-staged", "KiB shared",
+        "implementation: hopper", "not triton: ", "not torch: ", "tile: split-q3-register-staged-sends", "KiB shared",
         "work: 676.6 GFLOP, 530.3 MB at least", "compute bound, at least 683.9 µs", "predicted: ",
     ):  # fmt: skip
         assert part in done.stdout, part

@@ -114,7 +114,7 @@ def test_the_list_is_distinct_and_has_every_flag_and_size() -> None:
     assert len(VARIANTS) == len({*VARIANTS}) == len({label(one) for one in VARIANTS}) <= 150
     for flag in ("fp16", "left", "right", "softcap", "alibi", "varlen", "own_dq", "want_q", "want_k", "want_v"):
         assert {getattr(one, flag) for one in VARIANTS} == {False, True}, flag
-    for flag in ("paired", "halves", "kv_in_registers", "separate", "tall", "staged"):
+    for flag in ("paired", "halves", "kv_in_registers", "separate", "tall", "staged", "sends"):
         assert {getattr(one.tile, flag) for one in VARIANTS} == {False, True}, flag
     assert {one.head_dim for one in VARIANTS} == {*range(16, 257, 8)}
     assert all(one.shared <= tiles.SHARED_LIMIT for one in VARIANTS)
@@ -208,4 +208,4 @@ def test_any_choice_is_legal(
     assert tile.queries <= tiles.MOST_QUERIES
     if tile.tall:
         assert not (one.own_dq or tile.halves or tile.kv_in_registers or tile.separate) and tile.queries % 16 == 0
-    assert not (one.own_dq and tile.staged)
+    assert not (one.own_dq and tile.staged) and not (tile.sends and not tile.staged)

@@ -19,6 +19,7 @@ WANTED = ("q", "k", "v")
 WORDS = {  # for the flags of a BackwardTile
     "kv_in_registers": "K and V in registers",
     "separate": "P and dS in registers of their own",
+    "sends": "dK and dV written by the copy engine",
 }
 
 
@@ -91,7 +92,7 @@ def explain(*tensors: Any, gpu: str | Gpu | None = None, **arguments: Any) -> Ba
     >>> call = AttentionProblem(batch=4, seq_q=4096, seq_k=4096, heads=28, kv_heads=28, head_dim=72, causal=True)
     >>> why = fk.explain("attention_backward", problem=BackwardProblem(call, ("q", "k", "v")), gpu="h200")
     >>> why.impl, why.hopper.tile.name, why.repeatable
-    ('hopper', 'split-q3-register-staged', False)
+    ('hopper', 'split-q3-register-staged-sends', False)
     >>> masked = BackwardProblem(AttentionProblem(**{**vars(call), "mask": "float"}), ("q", "k", "v", "mask"))
     >>> fk.explain("attention_backward", problem=masked, gpu="h200").impl
     'triton'

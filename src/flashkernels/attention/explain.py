@@ -217,11 +217,13 @@ def _lines(launch: HopperLaunch, problem: AttentionProblem) -> list[str]:
     parts = f"{which} tiles cut by keys for {launch.shares} blocks" if launch.cut else "no tile cut by keys"
     dim, dim_v = problem.head_dim, problem.head_dim_v
     qk, pv = launch.computed
+    sent = min(64 * launch.variant.out_chunks, dim_v)
+    written = f"; {sent} of {dim_v} written by the copy engine" if sent else ""
     most = "at most " if problem.varlen else ""
     return [
         f"  {', '.join([shape, *flags])}",
         f"  {heads}, {parts}",
-        f"  columns: {qk} for {dim} in Q·Kᵀ, {pv} for {dim_v} in P·V, waste {launch.waste:.2%}",
+        f"  columns: {qk} for {dim} in Q·Kᵀ, {pv} for {dim_v} in P·V, waste {launch.waste:.2%}{written}",
         f"  {launch.variant.shared / 1024:.0f} KiB shared, {most}{launch.tiles} tiles, {launch.waves:.2f} waves",
     ]
 

@@ -37,7 +37,7 @@ class Params(ctypes.Structure):
     """`Params` of backward_params.cuh, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64 * 16) for name in ("q", "k", "v", "grad_out")),
+        *((name, ctypes.c_uint64 * 16) for name in ("q", "k", "v", "grad_out", "dk_rows", "dv_rows")),
         *((name, ctypes.c_void_p) for name in POINTERS),
         *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("q", "k", "v", "out", "grad_out", "dq", "dk", "dv")),
         *((name, ctypes.c_int64) for name in (
@@ -51,8 +51,9 @@ class Params(ctypes.Structure):
     )  # fmt: skip
 
 
-# Parts of Params: from `q` to `grad_out`; all pointers; `scale`, `softcap` and `grad_scale`.
-MAPS, ADDRESSES = struct.Struct(f"{4 * driver.MAP_BYTES}s"), struct.Struct(f"{len(POINTERS)}Q")
+# Parts of Params: from `q` to `grad_out`; `dk_rows` and `dv_rows`; all pointers; `scale`, `softcap` and `grad_scale`.
+MAPS, GRADIENT_MAPS = (struct.Struct(f"{count * driver.MAP_BYTES}s") for count in (4, 2))
+ADDRESSES = struct.Struct(f"{len(POINTERS)}Q")
 SCALES = struct.Struct("3f")
 
 
@@ -87,9 +88,10 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
     bad_blocks = params.bad_blocks * rows_of_keys if own_blocks and hides else 0
     block = ParameterBlock(params)
     address, write_maps = block.address, block.writer("q", MAPS)
+    write_gradient_maps = block.writer("dk_rows", GRADIENT_MAPS)
     write_addresses, write_scales = block.writer("q_data", ADDRESSES), block.writer("scale", SCALES)
     lock = threading.Lock()
-    mapped, known = (0, 0, 0, 0), driver.Kept()
+    mapped, known, known_gradients = (0, 0, 0, 0), driver.Kept(), driver.Kept()
     outputs = [output(x, call.varlen) if name in wanted else None for name, x in zip("qkv", tensors[:3], strict=True)]
     # Level, delta and a note for each block. dQ's own memory has them where `queries` writes all of it in the end.
     noted = 2 * places + blocks
@@ -125,6 +127,14 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
                     found = known[pointers] = b"".join(maps)
                 write_maps(found)
                 mapped = pointers
+            if variant.tile.sends:
+                written = tuple(map(_address, grads[1:]))
+                found = known_gradients.get(written)
+                if found is None:
+                    found = known_gradients[written] = b"".join(
+                        bytes(driver.MAP_BYTES) if x is None else boxes(x, 16, call.dtype) for x in grads[1:]
+                    )
+                write_gradient_maps(found)
             write_addresses(
                 *pointers[:3], out.data_ptr(), pointers[3], lse.data_ptr(),
                 *map(_address, (grad_lse, *grads, row_delta)), level, delta, _address(sums), notes, _address(bad),

@@ -76,7 +76,7 @@ def label(one: BackwardVariant) -> str:
     """A short name: sizes, tile and flags.
 
     >>> label(variant(72, 104, right=True, want_k=False))
-    'd72-v104-split-q3-separate-staged-right-qv'
+    'd72-v104-split-q3-separate-staged-sends-right-qv'
     """
     flags = ("fp16", "left", "right", "softcap", "alibi", "varlen", "own_dq")
     dims = [f"d{one.head_dim}"] + [f"v{one.head_dim_v}"] * (one.head_dim_v != one.head_dim)

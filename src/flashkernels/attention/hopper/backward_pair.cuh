@@ -95,7 +95,7 @@ struct Weights : Pair {
         finish_dv();
       }
       end();
-      if constexpr (WANT_V) store<DV>(dv, p.dv, p.dv_strides, 1.f);
+      if constexpr (WANT_V) store<DV>(dv, p.dv, p.dv_strides, 1.f, p.dv_rows);
     }
   }
 };
@@ -154,7 +154,7 @@ struct Gradients : Pair {
         finish_dk();
       }
       end();
-      if constexpr (WANT_K) store<D>(dk, p.dk, p.dk_strides, p.grad_scale);
+      if constexpr (WANT_K) store<D>(dk, p.dk, p.dk_strides, p.grad_scale, p.dk_rows);
     }
   }
 };

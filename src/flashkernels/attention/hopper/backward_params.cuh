@@ -7,6 +7,7 @@ struct Strides { i64 batch, seq, head; };  // in elements
 
 struct Params {
   TensorMap q, k, v, grad_out;  // boxes of 64 columns
+  TensorMap dk_rows, dv_rows;   // where the copy engine writes them: of a warp's 16 keys
   const void *q_data, *k_data, *v_data, *out, *grad_out_data;
   const float *lse, *grad_lse;  // grad_lse may be null
   u16 *dq, *dk, *dv;            // null: not wanted
@@ -55,7 +56,8 @@ constexpr int O_AT = Q_AT + Q_TILE * Q_STAGES;  // two buffers of dO,
 constexpr int DS_AT = O_AT + O_TILE * 2;        // and of dS
 constexpr int P_AT = DS_AT + DS_TILE * 2;       // paired: P on its way from one warpgroup to the other
 constexpr int STAGE_AT = P_AT + (PAIRED ? 128 * BLOCK : 0);  // staged: dQ on its way to memory
-constexpr int LEVEL_AT = STAGE_AT + (STAGED ? 512 * DQ_COLUMNS : 0);
+constexpr int STAGED_BYTES = 64 * DQ_COLUMNS;                // of a warp
+constexpr int LEVEL_AT = STAGE_AT + (STAGED ? 8 * STAGED_BYTES : 0);
 constexpr int DELTA_AT = LEVEL_AT + STATISTICS * Q_STAGES;
 constexpr int K_FULL = DELTA_AT + STATISTICS * 2;  // barriers, 8 bytes each
 constexpr int V_FULL = K_FULL + 8;

@@ -36,6 +36,7 @@ class BackwardTile:
     separate: bool = False  # split: P and dS have registers of their own
     queries: int = 64  # of a block; with more, tall, dQ is made on its side
     staged: bool = False  # not paired: dQ goes through shared memory, and the copy engine adds it
+    sends: bool = False  # staged: so do dK and dV, and it writes them
 
     @property
     def keys(self) -> int:
@@ -49,7 +50,7 @@ class BackwardTile:
     def name(self) -> str:
         flags = (
             ("halves", self.halves), ("register", self.kv_in_registers), ("separate", self.separate),
-            ("staged", self.staged),
+            ("staged", self.staged), ("sends", self.sends),
         )  # fmt: skip
         kind = "paired" if self.paired else f"tall{self.queries}" if self.tall else "split"
         return "-".join((kind, f"q{self.q_stages}", *(name for name, on in flags if on)))
@@ -157,7 +158,7 @@ def config(variant: BackwardVariant) -> str:
         "FP16": v.fp16, "FP8": False, "LEFT": v.left, "RIGHT": v.right, "SOFTCAP": v.softcap, "ALIBI": v.alibi,
         "VARLEN": v.varlen, "WANT_Q": v.adds_dq, "WANT_K": v.want_k, "WANT_V": v.want_v, "PAIRED": tile.paired,
         "HALVES": tile.halves, "KV_IN_REGISTERS": tile.kv_in_registers, "SEPARATE": tile.separate, "TALL": tile.tall,
-        "STAGED": tile.staged, "SHARES_DQ": v.shares_dq,
+        "STAGED": tile.staged, "SENDS": tile.sends, "SHARES_DQ": v.shares_dq,
     }  # fmt: skip
     return constants(
         numbers, flags, f"#define PAIRED_CONSUMERS {int(tile.paired)}", f"#define TALL_BLOCKS {int(tile.tall)}",

@@ -24,8 +24,6 @@ DEVICE float2 load_pair(u32 at) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
   return x;
 }
-// Before the copy engine or a wgmma may read what ordinary stores wrote.
-DEVICE void publish_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // `lowest` of keys that the walk hides from all queries: not there, or with a NaN or Inf; and of such that one sees.
 constexpr int HIDDEN = 1 << 30, HARMED = HIDDEN + 1;
@@ -313,9 +311,10 @@ struct Tile {
   // Fragments of dQ, 512 contiguous bytes of a warp each, the first `count` of N / 4, are added to their sums: from
   // registers, or by the copy engine from the warp's own part of shared memory.
   template <int N> DEVICE void add_fragments(const float (&x)[N], float* sums, int count) {
-    const u32 stage = smem + STAGE_AT + (group * 4 + warp) * (N * 128);
+    static_assert(!STAGED || N * 128 == STAGED_BYTES, "of a warp's dQ");
+    const u32 stage = smem + STAGE_AT + (group * 4 + warp) * STAGED_BYTES;
     if (STAGED) {
-      if (lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+      if (lane == 0) tma::await_reads();
       __syncwarp();
     }
 #pragma unroll
@@ -352,13 +351,47 @@ struct Tile {
     release(KV_EMPTY);
   }
 
-  template <int N> DEVICE void store(const float (&sum)[N / 2], u16* data, const Strides& strides, float factor) {
-    const int key = first_key + warp * 16 + lane / 4;
+  // Sums of this warp's keys, times `factor`, to memory: by the copy engine, or, as that would write past a sequence's
+  // end, from registers.
+  template <int N>
+  DEVICE void store(const float (&sum)[N / 2], u16* data, const Strides& strides, float factor, const TensorMap& map) {
+    float factors[2] = {factor, factor};
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      if (HIDES && lowest[r] == HARMED) factors[r] = __int_as_float(0x7fffffff);
+    auto word = [&](int j, int r) {
+      const int at = 4 * j + 2 * r;
+      return pack(sum[at] * factors[r], sum[at + 1] * factors[r]);
+    };
+    const int first = first_key + warp * 16, key = first + lane / 4;
+    if (SENDS && (!VARLEN || first + 16 <= w.seq_k)) return send<N>(word, map, first);
     u16* to = data + w.batch * strides.batch + w.head * strides.head + (i64)(w.k_row + key) * strides.seq;
-    float2 factors = {factor, factor};
-    if (HIDES && lowest[0] == HARMED) factors.x = __int_as_float(0x7fffffff);
-    if (HIDES && lowest[1] == HARMED) factors.y = __int_as_float(0x7fffffff);
-    store_rows<N>(sum, factors, to, strides.seq, w.seq_k - key, lane);
+    store_words<N>(word, to, strides.seq, w.seq_k - key, lane);
+  }
+
+  // Through the shared memory that this warp's dQ goes through: 64 columns at a time.
+  template <int N, class Words> DEVICE void send(Words word, const TensorMap& map, int first) {
+    constexpr int CHUNK = 16 * ROW;
+    static_assert(!SENDS || CHUNK * ceil_div(N, 64) <= STAGED_BYTES, "a warp's part of shared memory is too small");
+    const u32 from = smem + STAGE_AT + (group * 4 + warp) * STAGED_BYTES;
+    const u32 row = from + (lane & 15) * ROW + (lane >> 4) * 16;
+    if (lane == 0) tma::await_reads();
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < N / 8; j += 2) {
+      u32 to = row + j / 8 * CHUNK + j % 8 * 16;
+      to ^= (to >> 7 & 7) << 4;
+      if (j + 1 < N / 8) store_matrices(to, word(j, 0), word(j, 1), word(j + 1, 0), word(j + 1, 1));
+      else store_matrices(to, word(j, 0), word(j, 1));
+    }
+    publish_shared();
+    __syncwarp();
+    if (lane == 0) {
+#pragma unroll
+      for (int c = 0; c < ceil_div(N, 64); c++)
+        tma::store(map, from + c * CHUNK, c * 64, w.k_row + first, w.head, VARLEN ? 0 : w.batch);
+      tma::commit();
+    }
   }
 };
 
@@ -401,6 +434,6 @@ template <class Consumer> DEVICE void finish(Consumer& c, int count) {
   c.q.advance();
   c.done++;
   c.end();
-  if constexpr (WANT_K) c.template store<D>(c.dk, c.p.dk, c.p.dk_strides, c.p.grad_scale);
-  if constexpr (WANT_V) c.template store<DV>(c.dv, c.p.dv, c.p.dv_strides, 1.f);
+  if constexpr (WANT_K) c.template store<D>(c.dk, c.p.dk, c.p.dk_strides, c.p.grad_scale, c.p.dk_rows);
+  if constexpr (WANT_V) c.template store<DV>(c.dv, c.p.dv, c.p.dv_strides, 1.f, c.p.dv_rows);
 }

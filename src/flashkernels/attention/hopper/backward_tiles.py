@@ -97,6 +97,8 @@ def by_dimension(
     to 18 %. With tall blocks they gave 8 to 20 % at 104 to 128, and 1 to 12 % under a causal mask; at 64 2.5 %, and
     2.7 % under a causal mask, where blocks start at the diagonal (2026-11-17).
 
+    dK and dV by the copy engine, too, gave 0 to 4 %, but at 64 without a mask cost 4 % (2026-11-18).
+
     K and V in registers gave 5 to 6 % at 64 and 72. Separate registers for dS gave 2 to 5 % where all columns of dQ are
     one warpgroup's, and lost as much where they are halves. At 64, halves are 3 % faster, and under a causal mask 2 %
     slower.
@@ -107,10 +109,10 @@ def by_dimension(
     hides, crowded = left or right or varlen, left or alibi or varlen
     if not deterministic:
         if dim == dim_v == 64 and not (left or varlen):
-            return BackwardTile(queries=112, staged=True)
+            return BackwardTile(queries=112, staged=True, sends=right)
         # S and dP of 80 queries beside dK and dV
         if dim > 96 and dim // 2 + dim_v // 2 + 80 <= (CROWDED if left and alibi else OPERANDS):
-            return BackwardTile(queries=80, q_stages=2, staged=True)
+            return BackwardTile(queries=80, q_stages=2, staged=True, sends=True)
     most = CROWDED if crowded else OPERANDS
     used = dim // 2 + dim_v // 2 + 32 + 16  # dK, dV, S and P
     halves = (dim == 64 and not hides) or used + dim // 2 > most
@@ -120,7 +122,7 @@ def by_dimension(
     used += keys if kv_in_registers else 0
     separate = not halves and used + 16 <= most
     staged = dim > 64 and not halves and not deterministic
-    return BackwardTile(halves=halves, kv_in_registers=kv_in_registers, separate=separate, staged=staged)
+    return BackwardTile(halves=halves, kv_in_registers=kv_in_registers, separate=separate, staged=staged, sends=staged)
 
 
 def most_tiles(call: AttentionProblem, variant: BackwardVariant) -> int:

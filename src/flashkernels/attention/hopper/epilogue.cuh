@@ -40,15 +40,16 @@ struct Epilogue {
   // Whether the head has these 8 columns: of two equal shares, the second may have 8 too many.
   DEVICE bool is_there(int at) const { return O_COLUMNS == DV || column + at < DV; }
 
-  // Pairs of lanes exchange halves so that each stores 8 bytes, and four lanes 32 contiguous ones.
-  DEVICE void store(const Work& w) const {
+  // The columns from FIRST on. Pairs of lanes exchange halves so that each stores 8 bytes, and four lanes 32 contiguous
+  // ones.
+  template <int FIRST = 0> DEVICE void store(const Work& w) const {
     const int quarter = lane & 3, odd = quarter & 1;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const Place place = place_of(w, group, warp * 16 + lane / 4 + 8 * r);
       u16* row = p.out + output_at(p, w, place.query, place.head) + column;
 #pragma unroll
-      for (int j = 0; j + 1 < O_COLUMNS / 8; j += 2) {
+      for (int j = FIRST / 8; j + 1 < O_COLUMNS / 8; j += 2) {
         const u32 x = words[2 * j + r], y = words[2 * j + 2 + r];
         const u32 given = __shfl_xor_sync(~0u, odd ? x : y, 1);
         uint2 both;
@@ -59,6 +60,30 @@ struct Epilogue {
       if ((O_COLUMNS / 8) % 2 && place.exists && is_there(O_COLUMNS - 8))
         *(u32*)(row + O_COLUMNS - 8 + quarter * 2) = words[O_COLUMNS / 4 - 2 + r];
     }
+  }
+
+  // The same by the copy engine, which writes whole lines beside the next tile's work: as many columns as this warp has
+  // shared memory for, from `from` on. Of rows that are made again it writes none, as it may come later than those.
+  DEVICE void send(const Work& w, u32 from, bool again) const {
+    constexpr int SENT = O_COLUMNS < 64 * OUT_CHUNKS ? O_COLUMNS : 64 * OUT_CHUNKS;
+    const u32 row = from + (lane & 15) * 128, swizzle = ((lane & 7) ^ lane >> 4) << 4;
+    if (lane == 0) tma::await_reads();  // of the tile before
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < SENT / 8; j += 2) {
+      const u32 to = row + j / 8 * OUT_CHUNK + (j % 8 << 4 ^ swizzle), *four = words + 2 * j;
+      if (j + 1 < SENT / 8) store_matrices(to, four[0], four[1], four[2], four[3]);
+      else store_matrices(to, four[0], four[1]);
+    }
+    publish_shared();
+    __syncwarp();
+    if (lane == 0 && !again) {
+#pragma unroll
+      for (int c = 0; c < OUT_CHUNKS; c++)
+        tma::store(p.o, from + c * OUT_CHUNK, c * 64, first_query(w, group) + warp * 16, w.head, w.batch);
+      tma::commit();
+    }
+    if constexpr (SENT < O_COLUMNS) store<SENT>(w);
   }
 
   // Whether this warp has to make its rows again, without the keys that a mask hides (see careful.cuh).

@@ -401,6 +401,7 @@ struct Consumer {
   DEVICE void run() {
     Weights even, odd;
     const u32 noted = smem + POISONED_AT + 4 * (4 * group + warp);
+    const u32 outputs = smem + OUT_AT + (4 * group + warp) * OUT_CHUNKS * OUT_CHUNK;
     if (lane == 0) asm volatile("st.shared.b32 [%0], %1;" ::"r"(noted), "r"(-1) : "memory");
     __syncwarp();
     if (PINGPONG && group == GROUPS - 1) named_barrier::arrive(1, 256);
@@ -463,7 +464,8 @@ struct Consumer {
         if (LATE) factor[1] = again ? 0.f : factor[1];
         epilogue.round(o, factor);
         if (!SHORT_RING) release_v();
-        epilogue.store(done);
+        if constexpr (OUT_CHUNKS) epilogue.send(done, outputs, again);
+        else epilogue.store(done);
         epilogue.note(again, noted, done);
         wgmma::wait<0>();
         keep(s);
@@ -473,6 +475,7 @@ struct Consumer {
       }
       if (!SPLIT) break;
     }
+    if (OUT_CHUNKS && lane == 0) tma::await_reads();  // or the block might end before
     if ((BAND || RAGGED) && !SPLIT) make_noted_again(p, noted, group, warp, lane, rank);
   }
 };

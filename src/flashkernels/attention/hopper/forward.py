@@ -33,7 +33,7 @@ class Params(ctypes.Structure):
     """`Params` of params.cuh, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64 * 16) for name in ("q", "q_rest", "k", "k_rest", "v")),
+        *((name, ctypes.c_uint64 * 16) for name in ("q", "q_rest", "k", "k_rest", "v", "o")),
         *((name, ctypes.c_void_p) for name in (
             "out", "lse", "counters", "q_data", "k_data", "v_data", "slopes", "sinks", "cu_q", "cu_k", "order", "pages",
             "partial", "q_scale", "k_scale", "v_scale", "values",
@@ -65,9 +65,9 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
     grid = min(gpu.sms // tile.cluster, params.tiles) * tile.cluster
     # floats that a cut tile's parts leave, two parts for each share: epilogue.cuh
     parts = 2 * choice.shares * tile.cluster * tile.groups * 128 * (problem.head_dim_v // 2 + 4)
-    maps, known = Maps(problem, variant), driver.Kept()
+    maps, known, known_out = Maps(problem, variant), driver.Kept(), driver.Kept()
     block = ParameterBlock(params)
-    write_maps = block.writer("q", MAPS)
+    write_maps, write_out_map = block.writer("q", MAPS), block.writer("o", MAP)
     write_common, write_data = block.writer("out", COMMON), block.writer("q_data", COMMON)
     write_special, write_scales = block.writer("slopes", SPECIAL), block.writer("scale", SCALES)
     forward = driver.Kernel(code, "forward", variant.shared).starter(variant.threads, [block.address])
@@ -77,14 +77,15 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
     output = room(like.shape, like.dtype, tensors.q.device, like.stride())
     logs = room(lse_shape(tensors.q), torch.float32, tensors.q.device) if problem.need_lse else None
     lock = threading.Lock()
-    mapped, scaled = (0, 0, 0, 0), (0.0, 0.0)  # what the block has
+    mapped, mapped_out, scaled = (0, 0, 0, 0), (0,), (0.0, 0.0)  # what the block has
     plain = not (problem.alibi or problem.sinks or problem.varlen or parts or variant.fp8)
     order_blocks = -(-problem.batch // 128) if problem.varlen else 0
+    sends = variant.out_chunks and params.tiles > grid // tile.cluster  # what a block makes last it stores by itself
     value_blocks = problem.batch * problem.kv_heads * -(-problem.head_dim_v // 64) * params.values_row // 128
 
     def run(tensors: tuple[Any, ...], softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:
         """With the tensors' device as the current one."""
-        nonlocal mapped, scaled
+        nonlocal mapped, mapped_out, scaled
         q, k, v = tensors[:3]
         out, lse = output(), logs() if logs else None
         special = () if plain else special_tensors(tensors)
@@ -103,6 +104,12 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
                 write_maps(found)
                 write_data(*pointers[:3])
                 mapped = pointers
+            if sends and mapped_out != (at := (out.data_ptr(),)):
+                found = known_out.get(at)
+                if found is None:
+                    found = known_out[at] = maps.outputs(out)
+                write_out_map(found)
+                mapped_out = at
             write_common(out.data_ptr(), 0 if lse is None else lse.data_ptr(), count)
             if special:
                 write_special(*(0 if x is None else x.data_ptr() for x in special))
@@ -134,10 +141,10 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
     return run
 
 
-# Parts of Params: from `q` to `v`, from `out` to `counters` and from `q_data` to `v_data`, from `slopes` to `values`,
-# both scales.
-MAPS, COMMON, SPECIAL = struct.Struct(f"{5 * driver.MAP_BYTES}s"), struct.Struct("3Q"), struct.Struct("11Q")
-SCALES = struct.Struct("2f")
+# Parts of Params: from `q` to `v`, `o`; from `out` to `counters` and from `q_data` to `v_data`, from `slopes` to
+# `values`; both scales.
+MAPS, MAP = (struct.Struct(f"{count * driver.MAP_BYTES}s") for count in (5, 1))
+COMMON, SPECIAL, SCALES = struct.Struct("3Q"), struct.Struct("11Q"), struct.Struct("2f")
 
 
 def _blocks(scale: Tensor | None) -> int:
@@ -183,7 +190,7 @@ class Maps:
         self.problem, self.variant = problem, variant
 
     def of(self, q: Tensor, k: Tensor, v: Tensor) -> bytes:
-        """Those that `Params` starts with, of these tensors."""
+        """Those that `Params` starts with, of these inputs."""
         variant = self.variant
         k_width, _, k_rest, v_width, _ = variant.chunks
         rows = v_rows = variant.tile.block_n // variant.tile.cluster
@@ -216,6 +223,10 @@ class Maps:
         columns = width // x.element_size()
         return self.encoded(x, (dim, seq, heads, batch), (steps[1], steps[2], steps[0]), (columns, rows, 1, 1))
 
+    def outputs(self, x: Tensor) -> bytes:
+        """(column, query, head, batch): what one warp writes."""
+        return self.keys(x, 128, 16)
+
     def turned(self, x: Tensor, width: int) -> bytes:
         """(key, column, head, batch) of V transposed, (B, H_kv, D_v, keys)."""
         batch, heads, dim, keys = x.shape
@@ -226,7 +237,8 @@ class Maps:
         # A box may be larger than the tensor: what lies outside arrives as zeros.
         size = x.element_size()
         in_bytes = tuple(step * size for step in strides)
-        return driver.tensor_map(x.data_ptr(), self.problem.dtype, sizes, in_bytes, box, box[0] * size)
+        dtype = self.problem.dtype if size == self.problem.element_bytes else "bf16"  # outputs of FP8
+        return driver.tensor_map(x.data_ptr(), dtype, sizes, in_bytes, box, box[0] * size)
 
 
 def spaced(x: Tensor) -> list[int]:

@@ -17,7 +17,8 @@ constexpr int V_TILE = round_up(V_BYTES, 1024);
 constexpr int Q_AT = 0;
 constexpr int K_AT = Q_TILE * GROUPS * Q_STAGES;
 constexpr int V_AT = K_AT + K_TILE * STAGES;
-constexpr int Q_FULL = V_AT + V_TILE * STAGES;  // barriers, 8 bytes each
+constexpr int OUT_AT = V_AT + V_TILE * STAGES;  // outputs on their way to memory, warp by warp
+constexpr int Q_FULL = OUT_AT + OUT_CHUNK * OUT_CHUNKS * 4 * GROUPS;  // barriers, 8 bytes each
 constexpr int Q_EMPTY = Q_FULL + 8 * GROUPS * Q_STAGES;
 constexpr int K_FULL = Q_EMPTY + 8 * GROUPS * Q_STAGES;
 constexpr int K_EMPTY = K_FULL + 8 * STAGES;
@@ -29,6 +30,7 @@ constexpr int WORK_AT = round_up(WORK_EMPTY + 16, 16);  // two tiles, 32 bytes e
 constexpr int POISONED_AT = WORK_AT + 64;               // one int for each consumer warp
 constexpr int SHARED_BYTES = POISONED_AT + 16 * GROUPS;
 static_assert(SHARED_BYTES == SHARED_MEMORY, "forward.py and params.cuh disagree about shared memory");
+static_assert(!OUT_CHUNKS || (PACK == 1 && !VARLEN), "a box of outputs is of one head, and ends with the tensor");
 static_assert(CLUSTER == 1 || !(LEFT || RAGGED), "only dense attention without a left end runs in clusters");
 
 // The k-th step of Q·Kᵀ in a Q or K tile of `rows` rows: where its chunk starts, at which byte of a row it is, and how

@@ -6,6 +6,7 @@ struct Strides { i64 batch, seq, head; };  // in elements
 
 struct Params {
   TensorMap q, q_rest, k, k_rest, v;  // *_rest: the last, narrower chunk of columns
+  TensorMap o;                        // where outputs go through shared memory
   u16* out;
   float* lse;                               // null: not wanted
   int* counters;                            // zero at launch, and zero again at its end
@@ -42,6 +43,7 @@ constexpr int PV_STEPS = BLOCK_N * ELEMENT / 32;
 constexpr int P_WORDS = BLOCK_N * ELEMENT / 8;  // registers of P
 constexpr int QUERIES = 64 / PACK;  // query positions of a warpgroup's 64 rows: PACK heads of each
 constexpr int BLOCK_Q = QUERIES * GROUPS;
+constexpr int OUT_CHUNK = 16 * 128;  // bytes: 64 columns of a warp's output rows
 constexpr int BOX = PAGED ? gcd(BLOCK_N, 64) : BLOCK_N / CLUSTER;  // key rows that one load brings
 
 #include "layout.cuh"

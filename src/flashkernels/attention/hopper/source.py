@@ -16,6 +16,7 @@ HEADERS = (
     "prelude", "counter", "mbarrier", "tma", "wgmma", "params", "layout", "work", "schedule", "mask", "softmax",
     "careful", "epilogue", "values",
 )  # fmt: skip
+SHARED_LIMIT = 232448  # bytes a block may have on sm_90
 REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}  # of a producer and a consumer thread, by consumer warpgroups
 
 
@@ -101,6 +102,23 @@ class Variant:
         """Bytes of shared memory; layout.cuh asserts the same."""
         if self.wide:
             return wide_source.shared(self)
+        return self._inputs + self.out_chunks * self._out_chunk
+
+    @property
+    def out_chunks(self) -> int:
+        """Chunks of 64 output columns that go through shared memory, where the copy engine takes them: as many as there
+        is room for. It writes boxes of one head, so not of packed ones, nor past the end of one of many sequences."""
+        if self.wide or self.varlen or self.pack > 1:
+            return 0
+        return max(0, min(-(-self.head_dim_v // 64), (SHARED_LIMIT - self._inputs) // self._out_chunk))
+
+    @property
+    def _out_chunk(self) -> int:
+        return 64 * 128 * self.tile.groups
+
+    @property
+    def _inputs(self) -> int:
+        """Bytes of shared memory without those of outputs."""
         k_width, k_chunks, k_rest, v_width, v_chunks = self.chunks
         tile, row = self.tile, k_width * k_chunks + k_rest
         v_rows = self.head_dim_v if self.fp8 else tile.block_n
@@ -130,7 +148,8 @@ def config(variant: Variant) -> str:
     numbers = {
         "D": v.head_dim, "DV": v.head_dim_v, "BLOCK_N": tile.block_n, "GROUPS": tile.groups, "STAGES": tile.stages,
         "Q_STAGES": tile.q_stages, "CLUSTER": tile.cluster, "PACK": v.pack, **dict(zip(names, v.chunks, strict=True)),
-        "LATE": tile.late, "SHARED_MEMORY": v.shared, "O_COLUMNS": v.head_dim_v, "RELEASES": 32 if v.every_lane else 1,
+        "LATE": tile.late, "OUT_CHUNKS": v.out_chunks, "SHARED_MEMORY": v.shared, "O_COLUMNS": v.head_dim_v,
+        "RELEASES": 32 if v.every_lane else 1,
     }  # fmt: skip
     numbers["PRODUCER_REGISTERS"], numbers["CONSUMER_REGISTERS"] = REGISTERS[tile.groups]
     if v.wide:

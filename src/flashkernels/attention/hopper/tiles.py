@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import gcd
 
-from flashkernels.attention.hopper.source import HopperTile, Variant
+from flashkernels.attention.hopper.source import SHARED_LIMIT as SHARED_LIMIT, HopperTile, Variant
 from flashkernels.attention.hopper.wide_tiles import wide_tile
 from flashkernels.attention.problem import AttentionProblem
 from flashkernels.tiling import TilingError
 
-SHARED_LIMIT = 232448  # bytes a block may have on sm_90
 MOST_PARTS = 32  # of a tile; the last one reads what all the others left
 KEYS_OF_A_PART = 1024  # at least: combining takes 2 to 3 µs (H200, 2026-11-15)
 KEYS_SAVED = 512  # at least, that a block need not walk when tiles are cut (H200, 2026-11-16: 1365 gained 0 to 2 %)
@@ -106,7 +105,7 @@ MEASURED = {
     32: (_T(3, 112, 4, pingpong=True), _T(3, 96, 4, pingpong=True, q_in_registers=True, wide_v=True)),
     40: (_T(3, 128, 3, pingpong=True, q_in_registers=True, wide_v=True, late=7),
          _T(3, 96, 3, pingpong=True, q_in_registers=True, wide_v=True)),
-    48: (_T(3, 128, 3, pingpong=True, wide_v=True, late=5),
+    48: (_T(3, 128, 3, pingpong=True, wide_v=True, late=7),
          _T(3, 96, 3, pingpong=True, q_in_registers=True, wide_v=True)),
     56: (_T(3, 128, 3, pingpong=True, wide_v=True, late=6), _T(3, 128, 3, pingpong=True, wide_v=True, late=6)),
     64: (_T(3, 128, 3, pingpong=True, late=7), _T(3, 96, 3, pingpong=True, q_stages=2)),
@@ -117,7 +116,7 @@ MEASURED = {
     104: (_T(3, 96, 3, pingpong=True, wide_v=True, wide_k=True, late=4, cluster=2),
           _T(3, 96, 3, pingpong=True, wide_v=True, wide_k=True, late=4)),
     112: (_T(3, 64, 4, pingpong=True, wide_v=True, wide_k=True, cluster=2),
-          _T(2, 128, 3, pingpong=True, q_in_registers=True, wide_v=True, wide_k=True)),
+          _T(2, 128, 2, pingpong=True, q_in_registers=True, wide_v=True, wide_k=True)),
     120: (_T(3, 64, 3, pingpong=True, wide_v=True, cluster=2), _T(2, 128, 3, pingpong=True, wide_v=True)),
     128: (_T(2, 128, 3, pingpong=True, cluster=2), _T(2, 128, 3, pingpong=True)),
     160: (_T(2, 128, 2, pingpong=True, cluster=2), _T(2, 128, 2, pingpong=True)),
@@ -131,7 +130,7 @@ MEASURED = {
 # rows start between two sectors, 1 to 18 % (H200, 2026-11-18; docs/notes/hopper_forward.md).
 CAUSAL_CLUSTERS = {
     64: _T(3, 128, 4, pingpong=True, late=7, cluster=2),
-    104: _T(2, 128, 3, pingpong=True, q_in_registers=True, wide_v=True, wide_k=True, late=1, cluster=2),
+    104: _T(2, 128, 2, pingpong=True, q_in_registers=True, wide_v=True, wide_k=True, late=1, cluster=2),
     120: _T(2, 128, 3, pingpong=True, q_in_registers=True, wide_v=True, late=2, cluster=2),
     128: _T(2, 128, 3, pingpong=True, cluster=2),
     160: _T(2, 128, 2, pingpong=True, cluster=2),
