@@ -226,9 +226,9 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
         (
             "headdims",
             "attention-backward",
-            "| 64 | 516 / 444 | 392 / 356 | 385 / 314 | 414 / 367 | 494 / 449 |",
+            "| 64 | 521 / 451 | 392 / 356 | 385 / 314 | 424 / 363 | 511 / 461 |",
             18,
-            "b218c8e, cfcd9f3, 959a56a, 48d7a48, 864dd6e",
+            "029f44b, cfcd9f3, 959a56a, 48d7a48, 864dd6e",
         ),
     ],
 )
