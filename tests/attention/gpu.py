@@ -13,7 +13,9 @@ from torch import Tensor
 
 import flashkernels as fk
 import flashkernels.attention.api as api
+from flashkernels.attention.hopper import tiles
 from flashkernels.attention.hopper.source import Variant
+from flashkernels.hardware import detect
 from flashkernels.jit import eager
 
 from . import oracle
@@ -23,6 +25,8 @@ GIB = 1024**3
 INF, NAN = float("inf"), float("nan")
 LENGTHS = ([700, 0, 1, 129, 333, 64], [500, 40, 900, 0, 333, 1])
 LARGE = Shape(b=2, sq=700, sk=1000, h=6, hkv=2, d=72)
+SMALL = Shape(b=1, sq=512, sk=512, h=8, hkv=8, d=64)
+SPLIT = SMALL.but(sk=4200)  # the Hopper forward cuts its tiles along their keys
 FAR = 2**31  # elements
 MANY = 200  # tests: more than a process has of a module whose tests twelve or more share, less than the module has
 
@@ -34,6 +38,7 @@ def capability() -> tuple[int, int]:
 on_hopper = pytest.mark.skipif(capability() != (9, 0), reason="needs a GPU of compute capability 9.0")
 IMPLS = ("triton", pytest.param("hopper", marks=on_hopper))
 each_impl = pytest.mark.parametrize("impl", IMPLS)
+each_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 
 
 def per_impl(name: str, triton: Iterable[Any], hopper: Iterable[Any]) -> pytest.MarkDecorator:
@@ -56,6 +61,17 @@ def compile_ahead(variants: Iterable[Variant], request: pytest.FixtureRequest) -
     chosen = sum(item.path == request.path for item in request.session.items)
     if "PYTEST_XDIST_WORKER" not in os.environ and chosen > MANY:
         assert [(name, faults) for name, faults in build_all(variants) if faults] == []
+
+
+def multiprocessors() -> int:
+    gpu = detect()
+    assert gpu is not None
+    return gpu.sms
+
+
+def shares(*inputs: Tensor, **features: Any) -> int:
+    """Blocks that share the tiles which the Hopper forward cuts along their keys."""
+    return tiles.choose(api.problem_of(*inputs, **features), multiprocessors()).shares
 
 
 def cuda(shape: Shape, dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """The GPU kernels on a real GPU: bf16, large shapes, and everything an interpreter cannot show.
 
-What the kernels share is tested here, with each of them; what only `impl="hopper"` has is in test_hopper.py.
+What the kernels share is tested here, with each of them; what only `impl="hopper"` has is in test_hopper.py and its
+neighbours.
 """
 
 from __future__ import annotations

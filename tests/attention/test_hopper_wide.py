@@ -25,18 +25,17 @@ from .gpu import (
     check_varlen,
     compile_ahead,
     cuda,
-    dtype_id,
+    each_half,
     new_memory_is_nan,
     on_hopper,
     syncs_are_errors,
 )
-from .test_hopper import LOGITS, aligned
+from .test_hopper_numbers import LOGITS, aligned
 
 pytestmark = [pytest.mark.gpu, on_hopper]
 
 IMPL = "hopper"
 SHAPE = Shape(b=2, sq=300, sk=450, h=4, hkv=2, d=512)
-each_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
 
 
 @pytest.fixture(scope="module", autouse=True)

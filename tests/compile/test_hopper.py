@@ -48,6 +48,7 @@ def test_a_variant_is_compiled_as_it_should_be(one: Variant) -> None:
     assert made.resources.shared == one.shared <= tiles.SHARED_LIMIT == 232448
     assert made.resources.count("QGMMA" if one.fp8 else "HGMMA") == products(one)
     assert not made.resources.count("HGMMA" if one.fp8 else "QGMMA")
+    assert made.resources.count("UTMASTG") == one.out_chunks
     if one.head_dim <= 128 and one in SAMPLE[:8]:
         assert (made.spills, made.reloads) == (0, 0)
 

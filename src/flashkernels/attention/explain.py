@@ -31,6 +31,7 @@ class HopperLaunch:
     tiles: int  # of a ragged batch at most as many: the lengths are on the device
     cut: int  # of them, along their keys,
     shares: int  # and the blocks that share those
+    sent: int  # columns of the outputs that the copy engine writes, but for what a block makes last
     waves: float  # tiles of each multiprocessor
     seconds: float  # predicted
 
@@ -186,7 +187,8 @@ def _launch(problem: AttentionProblem, gpu: Gpu) -> HopperLaunch:
     choice = hopper_tiles.choose(problem, gpu.sms, override())
     size = choice.variant.tile.cluster
     count, cut, shares = (size * n for n in (choice.tiles, choice.cut, choice.shares))
-    return HopperLaunch(choice.variant, count, cut, shares, count / gpu.sms, cost.seconds(problem, choice, gpu))
+    seconds = cost.seconds(problem, choice, gpu)
+    return HopperLaunch(choice.variant, count, cut, shares, choice.sent(gpu.sms), count / gpu.sms, seconds)
 
 
 def title_of(p: AttentionProblem) -> str:
@@ -217,8 +219,7 @@ def _lines(launch: HopperLaunch, problem: AttentionProblem) -> list[str]:
     parts = f"{which} tiles cut by keys for {launch.shares} blocks" if launch.cut else "no tile cut by keys"
     dim, dim_v = problem.head_dim, problem.head_dim_v
     qk, pv = launch.computed
-    sent = min(64 * launch.variant.out_chunks, dim_v)
-    written = f"; {sent} of {dim_v} written by the copy engine" if sent else ""
+    written = f"; {launch.sent} of {dim_v} written by the copy engine" if launch.sent else ""
     most = "at most " if problem.varlen else ""
     return [
         f"  {', '.join([shape, *flags])}",

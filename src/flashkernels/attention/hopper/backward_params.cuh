@@ -1,7 +1,7 @@
 // What the host passes to the kernels of the backward (backward.py packs the same struct), and what lies where in
 // shared memory.
 #pragma once
-#include "tma.cuh"
+#include "stores.cuh"
 
 struct Strides { i64 batch, seq, head; };  // in elements
 

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from flashkernels.attention.hopper.source import SHARED_LIMIT as SHARED_LIMIT
 from flashkernels.jit.headers import constants, texts
 
 HEADERS = (
-    "prelude", "counter", "mbarrier", "tma", "wgmma", "backward_params", "work", "backward_schedule", "backward_rows",
-    "backward_queries", "backward_tile", "backward_split", "backward_tall", "backward_pair", "backward_dq",
+    "prelude", "counter", "mbarrier", "tma", "stores", "wgmma", "backward_params", "work", "backward_schedule",
+    "backward_rows", "backward_queries", "backward_tile", "backward_split", "backward_tall", "backward_pair",
+    "backward_dq",
 )  # fmt: skip
 THREADS = 384
 OWN_QUERIES, OWN_KEYS = 128, 64  # of a block, in the kernel that makes dQ alone
-SHARED_LIMIT = 232448  # bytes a block may have on sm_90
 REGISTERS = (24, 240)  # of a producer and a consumer thread
 
 

@@ -314,7 +314,7 @@ struct Tile {
     static_assert(!STAGED || N * 128 == STAGED_BYTES, "of a warp's dQ");
     const u32 stage = smem + STAGE_AT + (group * 4 + warp) * STAGED_BYTES;
     if (STAGED) {
-      if (lane == 0) tma::await_reads();
+      if (lane == 0) await_reads();
       __syncwarp();
     }
 #pragma unroll
@@ -371,27 +371,21 @@ struct Tile {
 
   // Through the shared memory that this warp's dQ goes through: 64 columns at a time.
   template <int N, class Words> DEVICE void send(Words word, const TensorMap& map, int first) {
-    constexpr int CHUNK = 16 * ROW;
-    static_assert(!SENDS || CHUNK * ceil_div(N, 64) <= STAGED_BYTES, "a warp's part of shared memory is too small");
+    static_assert(!SENDS || ROWS_CHUNK * ceil_div(N, 64) <= STAGED_BYTES, "a warp's part of shared memory is too small");
     const u32 from = smem + STAGE_AT + (group * 4 + warp) * STAGED_BYTES;
     const u32 row = from + (lane & 15) * ROW + (lane >> 4) * 16;
-    if (lane == 0) tma::await_reads();
+    if (lane == 0) await_reads();
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < N / 8; j += 2) {
-      u32 to = row + j / 8 * CHUNK + j % 8 * 16;
+      u32 to = row + j / 8 * ROWS_CHUNK + j % 8 * 16;
       to ^= (to >> 7 & 7) << 4;
       if (j + 1 < N / 8) store_matrices(to, word(j, 0), word(j, 1), word(j + 1, 0), word(j + 1, 1));
       else store_matrices(to, word(j, 0), word(j, 1));
     }
     publish_shared();
     __syncwarp();
-    if (lane == 0) {
-#pragma unroll
-      for (int c = 0; c < ceil_div(N, 64); c++)
-        tma::store(map, from + c * CHUNK, c * 64, w.k_row + first, w.head, VARLEN ? 0 : w.batch);
-      tma::commit();
-    }
+    if (lane == 0) send_chunks<ceil_div(N, 64)>(from, map, w.k_row + first, w.head, VARLEN ? 0 : w.batch);
   }
 };
 

@@ -67,22 +67,18 @@ struct Epilogue {
   DEVICE void send(const Work& w, u32 from, bool again) const {
     constexpr int SENT = O_COLUMNS < 64 * OUT_CHUNKS ? O_COLUMNS : 64 * OUT_CHUNKS;
     const u32 row = from + (lane & 15) * 128, swizzle = ((lane & 7) ^ lane >> 4) << 4;
-    if (lane == 0) tma::await_reads();  // of the tile before
+    if (lane == 0) await_reads();  // of the tile before
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < SENT / 8; j += 2) {
-      const u32 to = row + j / 8 * OUT_CHUNK + (j % 8 << 4 ^ swizzle), *four = words + 2 * j;
+      const u32 to = row + j / 8 * ROWS_CHUNK + (j % 8 << 4 ^ swizzle), *four = words + 2 * j;
       if (j + 1 < SENT / 8) store_matrices(to, four[0], four[1], four[2], four[3]);
       else store_matrices(to, four[0], four[1]);
     }
     publish_shared();
     __syncwarp();
-    if (lane == 0 && !again) {
-#pragma unroll
-      for (int c = 0; c < OUT_CHUNKS; c++)
-        tma::store(p.o, from + c * OUT_CHUNK, c * 64, first_query(w, group) + warp * 16, w.head, w.batch);
-      tma::commit();
-    }
+    if (lane == 0 && !again)
+      send_chunks<OUT_CHUNKS>(from, p.o, first_query(w, group) + warp * 16, w.head, w.batch);
     if constexpr (SENT < O_COLUMNS) store<SENT>(w);
   }
 

@@ -401,7 +401,7 @@ struct Consumer {
   DEVICE void run() {
     Weights even, odd;
     const u32 noted = smem + POISONED_AT + 4 * (4 * group + warp);
-    const u32 outputs = smem + OUT_AT + (4 * group + warp) * OUT_CHUNKS * OUT_CHUNK;
+    const u32 outputs = smem + OUT_AT + (4 * group + warp) * OUT_CHUNKS * ROWS_CHUNK;
     if (lane == 0) asm volatile("st.shared.b32 [%0], %1;" ::"r"(noted), "r"(-1) : "memory");
     __syncwarp();
     if (PINGPONG && group == GROUPS - 1) named_barrier::arrive(1, 256);
@@ -475,7 +475,7 @@ struct Consumer {
       }
       if (!SPLIT) break;
     }
-    if (OUT_CHUNKS && lane == 0) tma::await_reads();  // or the block might end before
+    if (OUT_CHUNKS && lane == 0) await_reads();  // or the block might end before
     if ((BAND || RAGGED) && !SPLIT) make_noted_again(p, noted, group, warp, lane, rank);
   }
 };

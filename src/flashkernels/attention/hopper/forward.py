@@ -80,7 +80,7 @@ def plan(problem: AttentionProblem, gpu: Gpu, tensors: Tensors) -> Run:
     mapped, mapped_out, scaled = (0, 0, 0, 0), (0,), (0.0, 0.0)  # what the block has
     plain = not (problem.alibi or problem.sinks or problem.varlen or parts or variant.fp8)
     order_blocks = -(-problem.batch // 128) if problem.varlen else 0
-    sends = variant.out_chunks and params.tiles > grid // tile.cluster  # what a block makes last it stores by itself
+    sends = choice.sent(gpu.sms) > 0
     value_blocks = problem.batch * problem.kv_heads * -(-problem.head_dim_v // 64) * params.values_row // 128
 
     def run(tensors: tuple[Any, ...], softmax_scale: float, softcap: float) -> tuple[Tensor, Tensor | None]:

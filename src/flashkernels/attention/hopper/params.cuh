@@ -1,6 +1,6 @@
 // What the host passes to the kernel (forward.py packs the same struct), and sizes that follow from the variant.
 #pragma once
-#include "tma.cuh"
+#include "stores.cuh"
 
 struct Strides { i64 batch, seq, head; };  // in elements
 
@@ -43,7 +43,6 @@ constexpr int PV_STEPS = BLOCK_N * ELEMENT / 32;
 constexpr int P_WORDS = BLOCK_N * ELEMENT / 8;  // registers of P
 constexpr int QUERIES = 64 / PACK;  // query positions of a warpgroup's 64 rows: PACK heads of each
 constexpr int BLOCK_Q = QUERIES * GROUPS;
-constexpr int OUT_CHUNK = 16 * 128;  // bytes: 64 columns of a warp's output rows
 constexpr int BOX = PAGED ? gcd(BLOCK_N, 64) : BLOCK_N / CLUSTER;  // key rows that one load brings
 
 #include "layout.cuh"

@@ -30,6 +30,12 @@ class Choice:
     def tiles(self) -> int:
         return self.whole + self.cut
 
+    def sent(self, multiprocessors: int) -> int:
+        """Columns of the outputs that the copy engine writes. What a block makes last it stores by itself, so there are
+        none where it makes nothing before."""
+        several = self.whole + self.shares > multiprocessors // self.variant.tile.cluster
+        return min(64 * self.variant.out_chunks, self.variant.head_dim_v) if several else 0
+
 
 def choose(problem: AttentionProblem, multiprocessors: int, forced: object = None) -> Choice:
     """The tile by head dimension; then, where there are few tiles, smaller ones and parts.
@@ -99,7 +105,8 @@ def checked(tile: HopperTile, fp8: bool) -> HopperTile:
 # The fastest tile measured at each head dimension, without a band (full attention) and with one (H200, 2026-11-15, B=4,
 # S=4096, bf16; about 800 tiles timed: docs/notes/hopper_forward.md). Neighbours are within 1 to 3 %; the wrong number
 # of warpgroups costs 10 to 20 %. Those with late steps gave 1 to 6 % (2026-11-17), clusters at 88, 104, 112, 120 and
-# 160 1 to 6 %; 256 has one for its neighbours 232 and 248, which it gave 15 and 7 % (2026-11-18).
+# 160 1 to 6 %; 256 has one for its neighbours 232 and 248, which it gave 15 and 7 %; seven late steps for five at 48
+# 2 %; two stages for three at 112 with a band, which leave outputs room, 2 %, and at 104 below 2 to 3 % (2026-11-18).
 _T = HopperTile
 MEASURED = {
     32: (_T(3, 112, 4, pingpong=True), _T(3, 96, 4, pingpong=True, q_in_registers=True, wide_v=True)),
