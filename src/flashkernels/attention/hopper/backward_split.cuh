@@ -130,17 +130,18 @@ struct Consumer : Tile {
       for (int i = 0; i < DV / 2; i++) dv[i] = 0.f;
       if constexpr (KV_IN_REGISTERS) load_keys();
       await_q(q);
+      fall_behind();
       issue_s(q.stage);
       wgmma::wait<0>();
       keep(s);
       weigh<true>(s, q.stage, weights, none);
       keep(weights);
+      let_follow();
       advance();
       await(O_FULL, done);
       issue_dv(dv, weights, done);
       const int count = steps();
-      if (SHARES_DQ || group == 0) walk<false>(*this, count - 1);
-      else walk<true>(*this, count - 1);
+      walk(*this, count - 1);
       // the last block, and dQ of the last two
       issue_dp();
       wgmma::wait<0>();

@@ -114,13 +114,14 @@ struct Consumer : Tile {
       await(O_FULL, done);
       load_deltas(done);
       await_q(q);
+      fall_behind();
       issue_s(q.stage);
       issue_dp(done);
       weigh_block<true>(q.stage, done);
+      let_follow();
       advance();
       const int count = steps();
-      if (SHARES_DQ || group == 0) walk<false>(*this, count - 1);
-      else walk<true>(*this, count - 1);
+      walk(*this, count - 1);
       // the last block, and dQ of the last two
       make_ds();
       issue_dk(dk, gradients);

@@ -9,6 +9,7 @@
 
 constexpr int SCORES = BLOCK / 2;  // of a thread
 constexpr int WORDS = BLOCK / 4;   // registers of P or dS, 16 bits an element
+constexpr int TURN = SHARES_DQ ? 1 : 2;  // blocks; of one of them, this warpgroup makes dQ, all or a part
 
 DEVICE uint4 load_shared(u32 at) {
   uint4 x;
@@ -111,8 +112,20 @@ struct Tile {
     return true;
   }
 
+  // Under a mask the second warpgroup begins a tile half a step behind the first, so that the products of one run under
+  // the exponentials of the other. Without one, and where tiles are long, they come apart by themselves (H200,
+  // 2026-11-18: 128 columns, causal, S=4096 6 %, S=16384 and without a mask nothing).
+  DEVICE void fall_behind() {
+    if (HIDES && group == 1) named_barrier::sync(2, 256);
+  }
+  DEVICE void let_follow() {
+    if (HIDES && group == 0) named_barrier::arrive(2, 256);
+  }
+
   DEVICE int steps() const { return queries.count() * p.group; }
   DEVICE bool is_clear(int row) const { return row >= clear_from && (!(LEFT || VARLEN) || row < clear_to); }
+  // The next blocks of the walk, as many as a warpgroup's turn takes.
+  DEVICE bool is_clear() const { return is_clear(row) && (TURN == 1 || is_clear(after(row))); }
   // The block after that of `row`: the walk goes through all query heads of the group.
   DEVICE int after(int row) const { return row + BLOCK == queries.end ? queries.first : row + BLOCK; }
   // Places from the end of one head's blocks to the first of the next.
@@ -373,45 +386,44 @@ struct Tile {
   template <int N, class Words> DEVICE void send(Words word, const TensorMap& map, int first) {
     static_assert(!SENDS || ROWS_CHUNK * ceil_div(N, 64) <= STAGED_BYTES, "a warp's part of shared memory is too small");
     const u32 from = smem + STAGE_AT + (group * 4 + warp) * STAGED_BYTES;
-    const u32 row = from + (lane & 15) * ROW + (lane >> 4) * 16;
+    const u32 row = from + (lane & 15) * ROW;
     if (lane == 0) await_reads();
     __syncwarp();
-#pragma unroll
-    for (int j = 0; j < N / 8; j += 2) {
-      u32 to = row + j / 8 * ROWS_CHUNK + j % 8 * 16;
-      to ^= (to >> 7 & 7) << 4;
-      if (j + 1 < N / 8) store_matrices(to, word(j, 0), word(j, 1), word(j + 1, 0), word(j + 1, 1));
-      else store_matrices(to, word(j, 0), word(j, 1));
-    }
+    put_rows<N>(row, ((row >> 7 & 7) ^ lane >> 4) << 4, word);
     publish_shared();
     __syncwarp();
     if (lane == 0) send_chunks<ceil_div(N, 64)>(from, map, w.k_row + first, w.head, VARLEN ? 0 : w.batch);
   }
 };
 
-// The first `last` blocks of a tile: all but one. A step is MASKED where the next block hides something, and OURS where
-// dQ of the block before it is this warpgroup's, all or a part. PARITY: of these blocks, where warpgroups take turns.
-template <bool PARITY, class Consumer> DEVICE void walk(Consumer& c, int last) {
-  if (last-- > 0) c.template step<true, false>();
-  if constexpr (SHARES_DQ) {
+// One turn. A step is MASKED where the next block hides something; in its first, dQ of the block before is made.
+template <bool MASKED, class Consumer> DEVICE void take_turn(Consumer& c, int& last) {
+  c.template step<MASKED, true>();
+  if constexpr (TURN > 1) c.template step<MASKED, false>();
+  last -= TURN;
+}
+
+// In a copy for each warpgroup, whose number the compiler then knows: with one for both, 48 columns without a mask and 64
+// with one and S=16384 are 3 to 5 % slower (H200, 2026-11-18).
+template <int GROUP, class Consumer> DEVICE void take_clear_turns(Consumer& c, int& last) {
+  __builtin_assume(c.group == GROUP);
 #pragma unroll 1
-    for (; last > 0; last--) {
-      if (c.is_clear(c.row)) c.template step<false, true>();
-      else c.template step<true, true>();
-    }
-  } else {
+  do take_turn<false>(c, last);
+  while (last >= TURN && c.is_clear());
+}
+
+// The first `last` blocks of a tile: all but one. dQ of the first is there for the second step; where warpgroups take
+// turns, the second one's first turn is a step later.
+template <class Consumer> DEVICE void walk(Consumer& c, int last) {
 #pragma unroll 1
-    for (; last > 1; last -= 2) {
-      if (c.is_clear(c.row) && c.is_clear(c.after(c.row))) {
-        c.template step<false, !PARITY>();
-        c.template step<false, PARITY>();
-      } else {
-        c.template step<true, !PARITY>();
-        c.template step<true, PARITY>();
-      }
-    }
-    if (last > 0) c.template step<true, !PARITY>();
+  for (int idle = TURN > 1 ? c.group : 0; idle >= 0 && last > 0; idle--, last--) c.template step<true, false>();
+#pragma unroll 1
+  while (last >= TURN) {
+    if (!c.is_clear()) take_turn<true>(c, last);
+    else if (c.group == 0) take_clear_turns<0>(c, last);
+    else take_clear_turns<1>(c, last);
   }
+  if (TURN > 1 && last > 0) c.template step<true, true>();
 }
 
 // What is left of a tile of `count` blocks when its last dS is there: dQ of the last two, and dK and dV to memory.

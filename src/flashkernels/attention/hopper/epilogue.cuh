@@ -66,15 +66,10 @@ struct Epilogue {
   // shared memory for, from `from` on. Of rows that are made again it writes none, as it may come later than those.
   DEVICE void send(const Work& w, u32 from, bool again) const {
     constexpr int SENT = O_COLUMNS < 64 * OUT_CHUNKS ? O_COLUMNS : 64 * OUT_CHUNKS;
-    const u32 row = from + (lane & 15) * 128, swizzle = ((lane & 7) ^ lane >> 4) << 4;
     if (lane == 0) await_reads();  // of the tile before
     __syncwarp();
-#pragma unroll
-    for (int j = 0; j < SENT / 8; j += 2) {
-      const u32 to = row + j / 8 * ROWS_CHUNK + (j % 8 << 4 ^ swizzle), *four = words + 2 * j;
-      if (j + 1 < SENT / 8) store_matrices(to, four[0], four[1], four[2], four[3]);
-      else store_matrices(to, four[0], four[1]);
-    }
+    put_rows<SENT>(from + (lane & 15) * 128, ((lane & 7) ^ lane >> 4) << 4,
+                   [&](int j, int r) { return words[2 * j + r]; });
     publish_shared();
     __syncwarp();
     if (lane == 0 && !again)

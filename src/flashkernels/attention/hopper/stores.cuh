@@ -21,6 +21,17 @@ DEVICE void store_matrices(u32 to, u32 a, u32 b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(to), "r"(a), "r"(b) : "memory");
 }
 
+// N columns of a warp's rows, of which `words` has columns 8j and on, to chunks of shared memory. `row`: where this lane's
+// row begins. `swizzle`: which of a chunk's 16-byte parts its first ones are in, in bytes.
+template <int N, class Words> DEVICE void put_rows(u32 row, u32 swizzle, Words words) {
+#pragma unroll
+  for (int j = 0; j < N / 8; j += 2) {
+    const u32 to = row + j / 8 * ROWS_CHUNK + (j % 8 << 4 ^ swizzle);
+    if (j + 1 < N / 8) store_matrices(to, words(j, 0), words(j, 1), words(j + 1, 0), words(j + 1, 1));
+    else store_matrices(to, words(j, 0), words(j, 1));
+  }
+}
+
 // Starts the copies of a warp's chunks at `from` to the rows from `row` on: by one lane, when all have published what
 // they stored. What lies past the tensor's end is not written.
 template <int CHUNKS> DEVICE void send_chunks(u32 from, const TensorMap& map, int row, int head, int batch) {
