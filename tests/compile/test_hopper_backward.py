@@ -51,12 +51,11 @@ def products(one: BackwardVariant) -> int:
     ):  # the first step has no dQ; of the first warpgroup, the others are there with a mask and without
         weights = 3 * (s + dv) + 3 * dq * (one.dq_first > 0)
         return weights + 2 * (dp + dk) + 2 * dq
-    # a tile's ends, once; a first step without dQ; then steps in a loop, with a mask and without
-    if one.shares_dq:
-        return s + dv + dp + dk + dq + (1 + 2) * (s + dv + dp + dk) + 2 * dq
-    # Steps come in pairs, one of them with dQ, and once more for an odd end; the whole walk for each warpgroup.
-    steps = 2 * (1 + 4 + 1)
-    return s + dv + dp + dk + dq + steps * (s + dv + dp + dk) + (4 + 1) * dq
+    # A tile's ends, once; first steps without dQ; then turns in a loop, of which the first step makes dQ: with a mask,
+    # without one for each warpgroup, and where warpgroups take turns one more for an odd end.
+    turn = 1 if one.shares_dq else 2
+    steps, with_dq = 1 + 3 * turn + (turn > 1), 3 + (turn > 1)
+    return (1 + steps) * (s + dv + dp + dk) + (1 + with_dq) * dq
 
 
 def walks(sass: str) -> list[list[str]]:
