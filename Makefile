@@ -41,9 +41,11 @@ lint: $(READY)  ## ruff, mypy, import-linter
 	$(PY) -m mypy
 	.venv/bin/lint-imports --no-logo
 
-# One process either compiles or interprets: Triton decides when it is imported.
+# One process either compiles or interprets: Triton decides when it is imported. The second has a sample of the
+# Hopper kernels' GPU tests, on the machine of tests/machine.
 test: lint  ## everything that needs no GPU
 	$(RUN) pytest tests/compile -n $(JOBS) --dist worksteal
+	$(RUN) pytest -p tests.machine.plugin -m gpu --one-in 25 -n $(JOBS) --dist worksteal tests/attention/test_hopper*.py tests/attention/test_fp8_gpu.py
 	TRITON_INTERPRET=1 $(RUN) pytest --ignore=tests/compile -n $(JOBS) --dist worksteal
 
 gpu-test: $(READY)  ## the tests that need an NVIDIA GPU

@@ -49,7 +49,8 @@ DEFAULT = Shape()
 
 
 def generator(seed: int, device: str = "cpu") -> torch.Generator:
-    return torch.Generator(device=device).manual_seed(seed)
+    there = torch.empty(0, device=device).device  # "cuda" may mean the CPU: tests/machine/plugin.py
+    return torch.Generator(device=there).manual_seed(seed)
 
 
 def qkv(

@@ -508,7 +508,7 @@ def _plan_backward(tensors: tuple[Any, ...], settings: tuple[Any, ...]) -> Calla
     if call.heads == 0:
         return lambda tensors: [torch.zeros_like(x) if w else None for x, w in zip(tensors, wanted, strict=False)]
     problem = BackwardProblem(call, names, impl, saved=given.lse is not None, deterministic=deterministic)
-    gpu = hardware.detect(first.q.device) if first.q.is_cuda else None
+    gpu = hardware.detect(first.q.device) if call.device == "cuda" else None
     run = serving(BACKWARD_IMPLS, problem, gpu).plan(problem, gpu, first, given)
 
     def differentiated(tensors: tuple[Any, ...]) -> Gradients:

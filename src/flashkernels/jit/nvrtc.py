@@ -162,7 +162,13 @@ class Compiler:
             made = self._run(name, source, headers, [*arguments, "--no-cache"])
         return made
 
-    def _run(self, name: str, source: str, headers: Mapping[str, str], arguments: Sequence[str]) -> Compiled:
+    def ptx(self, name: str, source: str, headers: Mapping[str, str], arguments: Sequence[str]) -> str:
+        """The same program for a virtual architecture ("compute_90a"), as text."""
+        return self._run(name, source, headers, arguments, "PTX").cubin.rstrip(b"\0").decode()
+
+    def _run(
+        self, name: str, source: str, headers: Mapping[str, str], arguments: Sequence[str], kind: str = "CUBIN"
+    ) -> Compiled:
         program = ctypes.c_void_p()
         texts, names = _strings(headers.values()), _strings(headers)
         self._call(
@@ -175,7 +181,7 @@ class Compiler:
                 title = f"NVRTC {'.'.join(map(str, self.version))} refuses {name} ({' '.join(arguments)})"
                 ptx = self._output(program, "nvrtcGetPTX").decode() if "ptx input, line" in log else ""
                 raise CompileError("\n".join([f"{title}:", log, *_places(log, {**headers, name: source, "ptx": ptx})]))
-            return Compiled(self._output(program, "nvrtcGetCUBIN"), log)
+            return Compiled(self._output(program, f"nvrtcGet{kind}"), log)
         finally:
             self.library.nvrtcDestroyProgram(ctypes.byref(program))
 
