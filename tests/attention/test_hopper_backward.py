@@ -168,6 +168,22 @@ def test_windows(window: tuple[int, int], sizes: tuple[int, int], own_dq: bool) 
     check(*cuda(LARGE.but(sq=sizes[0], sk=sizes[1])), window=window)
 
 
+@pytest.mark.parametrize("dim", [48, 64, 72, 96, 112, 128])
+@pytest.mark.parametrize("keys", [257, 600], ids=["odd", "even"])
+def test_blocks_that_share_their_loads(dim: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an odd number of key blocks, one of the last cluster's has none."""
+    choose = backward_tiles.choose
+
+    def chosen(problem: BackwardProblem) -> BackwardVariant:
+        variant = choose(problem)
+        return replace(variant, tile=replace(variant.tile, cluster=2))
+
+    monkeypatch.setattr(backward_tiles, "choose", chosen)
+    shape = Shape(b=2, sq=330, sk=keys, h=4, hkv=2, d=dim)
+    check(*cuda(shape))
+    check(*cuda(shape), **keywords("alibi+sinks", shape, "cuda"))
+
+
 def test_more_tiles_than_multiprocessors() -> None:
     check(*cuda(Shape(b=2, sq=700, sk=700, h=40, hkv=40, d=64)), causal=True)
 

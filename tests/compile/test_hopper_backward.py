@@ -30,6 +30,7 @@ SAMPLE = (
     variant(72, want_q=False),
     variant(192, 128, right=True),
     variant(72, right=True, deterministic=True),
+    *(one for one in VARIANTS if one.tile.cluster > 1 and one.head_dim in (64, 128)),
     replace(variant(256, right=True), own_dq=False),
 )
 RARE = 24  # registers stored or loaded in a pass of the loop, where every feature of the logits comes together
@@ -115,6 +116,7 @@ def test_the_list_is_distinct_and_has_every_flag_and_size() -> None:
         assert {getattr(one, flag) for one in VARIANTS} == {False, True}, flag
     for flag in ("paired", "halves", "kv_in_registers", "separate", "tall", "staged", "sends"):
         assert {getattr(one.tile, flag) for one in VARIANTS} == {False, True}, flag
+    assert {one.tile.cluster for one in VARIANTS} == {1, 2}
     assert {one.head_dim for one in VARIANTS} == {*range(16, 257, 8)}
     assert all(one.shared <= tiles.SHARED_LIMIT for one in VARIANTS)
 

@@ -47,10 +47,14 @@ class Run:
 
     def start(self, code: machine.Kernel, grid: int, threads: int, parameters: int, shared: int, cluster: int) -> None:
         self.launches.append(code.kernel.name)
-        self.instructions += code.run(
-            grid, threads, parameters, self.memory.items(), dynamic=shared, cluster=cluster, resident=self.resident,
-            seed=self.seed, checks=self.checks,
-        )  # fmt: skip
+        try:
+            self.instructions += code.run(
+                grid, threads, parameters, self.memory.items(), dynamic=shared, cluster=cluster,
+                resident=self.resident, seed=self.seed, checks=self.checks,
+            )  # fmt: skip
+        except machine.KernelFault:
+            self.zeros.clear()  # it has not come to clear its counters
+            raise
 
 
 @contextmanager

@@ -29,16 +29,16 @@ DEVICE void copy_to_shared(u32 to, const void* from, u32 bytes, u32 barrier) {
 
 struct Producer {
   const Params& p;
-  const u32 smem;
+  const u32 smem, rank;
   const int lane;
   mbarrier::Ring<Q_STAGES> q;
   mbarrier::Ring<2> o;
   u32 raw_phase = 0;
 
-  DEVICE Producer(const Params& p, u32 smem, int lane) : p(p), smem(smem), lane(lane), q(1), o(1) {}
+  DEVICE Producer(const Params& p, u32 smem, u32 rank, int lane) : p(p), smem(smem), rank(rank), lane(lane), q(1), o(1) {}
 
-  // One block of Q or dO with its statistics. A block in which `rows` saw a NaN or Inf is cleaned before the consumers
-  // get it, by ordinary stores.
+  // One block of Q or dO with its statistics. Of a cluster, each block loads some rows for all. A block in which `rows`
+  // saw a NaN or Inf is cleaned before the consumers get it, by ordinary stores.
   template <int CHUNKS>
   DEVICE void load(u32 to, u32 full, const TensorMap& map, int row, int head, int batch, u32 statistics_to,
                    const float* statistics, bool poisoned) {
@@ -47,7 +47,10 @@ struct Producer {
     if (lane == 0) {
       mbarrier::expect(barrier, BYTES + STATISTICS);
 #pragma unroll
-      for (int c = 0; c < CHUNKS; c++) tma::load(to + c * BLOCK * ROW, map, barrier, c * 64, row, head, batch);
+      for (int c = 0; c < CHUNKS; c++) {
+        const int first = rank * (BLOCK / CLUSTER);
+        tma::multicast(to + (c * BLOCK + first) * ROW, map, barrier, c * 64, row + first, head, batch);
+      }
       copy_to_shared(statistics_to, statistics, STATISTICS, barrier);
     }
     if (HIDES && poisoned) {
@@ -62,16 +65,21 @@ struct Producer {
   }
 
   DEVICE void run() {
-    Mailbox mail(smem, 1);
+    Mailbox mail(smem, rank == 0 ? 1 : 0);
     u32 kv_phase = 1;
     const int tiles = total_tiles(p);
-    int t = blockIdx.x;
+    int t = blockIdx.x / CLUSTER;
     while (true) {
       Work w;
-      w.id = -1;
-      if (t < tiles) w = decode(p, t, lane);
-      mail.put(w, lane);
+      if (rank == 0) {
+        w.id = -1;
+        if (t < tiles) w = decode(p, t, lane);
+        mail.put(w, lane);
+      } else {
+        w = mail.get(p, lane);
+      }
       if (w.id < 0) break;
+      w.block = w.block * CLUSTER + rank;
       const Queries queries = queries_of(p, w);
       const int batch = VARLEN ? 0 : w.batch, count = queries.count();
       int until_drawn = max(0, p.group * count - 1 - DRAWN_AHEAD);
@@ -86,7 +94,7 @@ struct Producer {
             const bool exists = i + lane < count;
             poisoned = __ballot_sync(~0u, exists && (p.poisoned[at / BLOCK] | p.poisoned[(at + BLOCK - 1) / BLOCK]));
           }
-          if (until_drawn-- == 0 && lane == 0) t = atomicAdd(p.counters, 1) + gridDim.x;
+          if (until_drawn-- == 0 && rank == 0 && lane == 0) t = atomicAdd(p.counters, 1) + gridDim.x / CLUSTER;
           const int row = w.q_row + queries.first + i * BLOCK, place = first + i * BLOCK;
           const bool bad = poisoned >> (i & 31) & 1;
           mbarrier::wait(smem + Q_EMPTY + 8 * q.stage, q.phase);
@@ -106,7 +114,7 @@ struct Producer {
       }
       t = broadcast(t);
     }
-    if (lane == 0) leave_counters(p.counters, gridDim.x);
+    if (rank == 0 && lane == 0) leave_counters(p.counters, gridDim.x / CLUSTER);
   }
 
   DEVICE void load_keys(const Work& w, int batch) {
@@ -127,12 +135,17 @@ struct Producer {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#if CLUSTERED
+__cluster_dims__(CLUSTER, 1, 1)
+#endif
+backward(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char shared_memory[];
   const u32 smem = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, (int)threadIdx.x / 128, 0);
   const int warp = __shfl_sync(~0u, (int)threadIdx.x / 32 % 4, 0);
   const int lane = threadIdx.x % 32;
+  const u32 rank = cluster_rank();
 
   if (threadIdx.x == 0) {
     mbarrier::init(smem + K_FULL, 1);
@@ -143,24 +156,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
     mbarrier::init(smem + P_EMPTY, 4 * RELEASES);
     for (int i = 0; i < Q_STAGES; i++) {
       mbarrier::init(smem + Q_FULL + 8 * i, 1);
-      mbarrier::init(smem + Q_EMPTY + 8 * i, 8 * RELEASES);
+      mbarrier::init(smem + Q_EMPTY + 8 * i, ROWS_RELEASES);
     }
     for (int i = 0; i < 2; i++) {
       mbarrier::init(smem + O_FULL + 8 * i, 1);
-      mbarrier::init(smem + O_EMPTY + 8 * i, 8 * RELEASES);
+      mbarrier::init(smem + O_EMPTY + 8 * i, ROWS_RELEASES);
       mbarrier::init(smem + DS_FULL + 8 * i, DS_WRITERS * RELEASES);
       mbarrier::init(smem + DS_EMPTY + 8 * i, DS_READERS * RELEASES);
       mbarrier::init(smem + WORK_FULL + 8 * i, 1);
-      mbarrier::init(smem + WORK_EMPTY + 8 * i, 8 * RELEASES);
+      mbarrier::init(smem + WORK_EMPTY + 8 * i, (8 * CLUSTER + CLUSTER - 1) * RELEASES);
     }
     mbarrier::publish();
   }
   wait_for_previous();
-  __syncthreads();
+  if (CLUSTER > 1) cluster_sync();
+  else __syncthreads();
 
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-    if (warp == 0) Producer(p, smem, lane).run();
+    if (warp == 0) Producer(p, smem, rank, lane).run();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
 #if PAIRED_CONSUMERS
@@ -170,4 +184,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(const __grid_c
     Consumer(p, smem, warpgroup - 1, warp, lane).run();
 #endif
   }
+  if (CLUSTER > 1) cluster_sync();  // no block leaves while another may still write into it
 }

@@ -83,7 +83,8 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
     rows_of_heads, rows_of_keys = (n * (1 if call.varlen else call.batch) for n in (call.heads, call.kv_heads))
     places = params.places
     blocks = places // size
-    grid = min(gpu.sms, tiles.most_tiles(call, variant))
+    cluster = variant.tile.cluster
+    grid = min(gpu.sms // cluster, tiles.most_tiles(call, variant)) * cluster
     own_blocks = params.own_blocks * rows_of_heads if variant.own_dq and variant.want_q else 0
     bad_blocks = params.bad_blocks * rows_of_keys if own_blocks and hides else 0
     block = ParameterBlock(params)
@@ -122,7 +123,7 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
             if mapped != pointers:
                 found = known.get(pointers)
                 if found is None:
-                    rows_of = (size, variant.key_box, variant.key_box, size)
+                    rows_of = (size // cluster, variant.key_box, variant.key_box, size // cluster)
                     maps = (boxes(x, n, call.dtype) for x, n in zip((q, k, v, grad_out), rows_of, strict=True))
                     found = known[pointers] = b"".join(maps)
                 write_maps(found)
@@ -203,7 +204,7 @@ def described(
         blocks=cut(call.seq_q, call.total_q, variant.tile.queries), places=tiles.places(call, variant.tile.queries),
         own_blocks=cut(call.seq_q, call.total_q, OWN_QUERIES),
         bad_blocks=cut(call.seq_k, call.total_k, OWN_KEYS),
-        key_blocks=-(-call.seq_k // variant.tile.keys),
+        key_blocks=-(-call.seq_k // (variant.tile.keys * variant.tile.cluster)),
         tiles=0 if call.varlen else tiles.most_tiles(call, variant),
         section=section, has_sinks=call.sinks,
     )  # fmt: skip

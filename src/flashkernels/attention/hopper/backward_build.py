@@ -108,6 +108,9 @@ def _all() -> Iterator[BackwardVariant]:
             yield variant(dim, **flags)
     for dim in (96, 104, 112, 120, 192):
         yield variant(dim, varlen=True, **LOGITS)
+    for dim in (48, 64, 96, 128):
+        one = variant(dim)
+        yield replace(one, tile=replace(one.tile, cluster=2))
     yield replace(variant(192), own_dq=False)  # pairs that add dQ
     yield replace(variant(256, right=True), own_dq=False)
 

@@ -61,7 +61,7 @@ struct Weights : Pair {
     weigh<MASKED>(s, q.stage, words, capped);
     keep(words);
     pass();
-    release(Q_EMPTY + 8 * q.stage);
+    release_rows(Q_EMPTY + 8 * q.stage);
     q.advance();
     advance();
     await(O_FULL, done);
@@ -74,7 +74,7 @@ struct Weights : Pair {
   // dV of the last block is complete.
   DEVICE void finish_dv() {
     keep(words);
-    release(O_EMPTY + 8 * buffer(done - 1));
+    release_rows(O_EMPTY + 8 * buffer(done - 1));
   }
 
   DEVICE void run() {
@@ -122,7 +122,7 @@ struct Gradients : Pair {
     keep(words);
     __syncwarp();
     release(P_EMPTY);
-    release(O_EMPTY + 8 * buffer(done));
+    release_rows(O_EMPTY + 8 * buffer(done));
     if constexpr (WANT_Q) put_ds(words);
     advance();
     await_q(q);
@@ -135,7 +135,7 @@ struct Gradients : Pair {
   // dK of the last block is complete.
   DEVICE void finish_dk() {
     keep(words);
-    release(Q_EMPTY + 8 * q.stage);
+    release_rows(Q_EMPTY + 8 * q.stage);
     q.advance();
   }
 

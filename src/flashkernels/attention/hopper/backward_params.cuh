@@ -28,7 +28,7 @@ struct Params {
   int batch, heads, group, kv_heads;  // heads of q; group: how many share a key head
   int seq_q, seq_k, total_q, total_k_rows;  // total_k_rows: in a sequence, or of a ragged batch
   int left, right;              // window
-  int blocks, key_blocks;       // query blocks and key blocks of a head
+  int blocks, key_blocks;       // query blocks of a head, and its key blocks, or clusters of them
   int places;                   // rows of all heads' query blocks
   int tiles, section;           // all tiles; key heads that are worked on side by side
   int own_blocks, bad_blocks;   // blocks of a head: of 128 queries in `gradient_of_queries`, of 64 keys in `bad_keys`
@@ -39,6 +39,10 @@ constexpr bool BAND = LEFT || RIGHT;
 constexpr bool HIDES = BAND || VARLEN;  // some loaded rows may not see some loaded keys
 
 constexpr int THREADS = 384;
+// Arrivals that give back a block of Q or dO: of a cluster, from each block's warps.
+constexpr int ROWS_RELEASES = CLUSTER == 1 ? 8 * RELEASES : 8 * CLUSTER;
+static_assert(CLUSTER == 1 || !HIDES, "under a mask, the blocks of a cluster would not see the same queries");
+static_assert(BLOCK / CLUSTER % 8 == 0, "a part of a swizzled tile starts at a multiple of 1024 bytes");
 constexpr int ROW = 128;  // bytes of a chunk's row: 64 columns, swizzled; columns past the head's end are zeros
 constexpr int K_CHUNKS = ceil_div(D, 64), V_CHUNKS = ceil_div(DV, 64);
 constexpr int K_STEPS = ceil_div(D, 16), V_STEPS = ceil_div(DV, 16);  // one wgmma reduces over 16

@@ -38,6 +38,7 @@ class BackwardTile:
     queries: int = 64  # of a block; with more, tall, dQ is made on its side
     staged: bool = False  # not paired: dQ goes through shared memory, and the copy engine adds it
     sends: bool = False  # staged: so do dK and dV, and it writes them
+    cluster: int = 1  # blocks with neighbouring keys that share their loads of Q and dO: not under a mask
 
     @property
     def keys(self) -> int:
@@ -51,7 +52,7 @@ class BackwardTile:
     def name(self) -> str:
         flags = (
             ("halves", self.halves), ("register", self.kv_in_registers), ("separate", self.separate),
-            ("staged", self.staged), ("sends", self.sends),
+            ("staged", self.staged), ("sends", self.sends), (f"cluster{self.cluster}", self.cluster > 1),
         )  # fmt: skip
         kind = "paired" if self.paired else f"tall{self.queries}" if self.tall else "split"
         return "-".join((kind, f"q{self.q_stages}", *(name for name, on in flags if on)))
@@ -149,7 +150,7 @@ def config(variant: BackwardVariant) -> str:
     v, tile = variant, variant.tile
     numbers = {
         "D": v.head_dim, "DV": v.head_dim_v, "BLOCK": tile.queries, "KEYS": tile.keys, "Q_STAGES": tile.q_stages,
-        "CLUSTER": 1, "DQ_COLUMNS": v.dq_columns, "DQ_FIRST": v.dq_first,
+        "CLUSTER": tile.cluster, "DQ_COLUMNS": v.dq_columns, "DQ_FIRST": v.dq_first,
         "DS_WRITERS": 4 if tile.paired else 8, "DS_READERS": 8 if v.shares_dq else 4, "SHARED_MEMORY": v.shared,
         "RELEASES": 32 if v.every_lane else 1, "KEY_BOX": v.key_box, "OWN_SHARED_MEMORY": v.own_shared,
     }  # fmt: skip
@@ -163,7 +164,7 @@ def config(variant: BackwardVariant) -> str:
     }  # fmt: skip
     return constants(
         numbers, flags, f"#define PAIRED_CONSUMERS {int(tile.paired)}", f"#define TALL_BLOCKS {int(tile.tall)}",
-        f"#define DQ_KERNEL {int(v.own_dq)}",
+        f"#define DQ_KERNEL {int(v.own_dq)}", f"#define CLUSTERED {int(tile.cluster > 1)}",
     )  # fmt: skip
 
 

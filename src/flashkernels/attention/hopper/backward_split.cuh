@@ -58,7 +58,7 @@ struct Consumer : Tile {
     keep_gradients();
     if constexpr (WANT_Q) put_ds(gradient_words());
     else __syncwarp();
-    release(O_EMPTY + 8 * buffer(done));
+    release_rows(O_EMPTY + 8 * buffer(done));
   }
   // dQ of block n to its place in the sums.
   DEVICE void add(u32 n, int to) {
@@ -89,7 +89,7 @@ struct Consumer : Tile {
     }
     if constexpr (!SEPARATE) {
       keep(weights);
-      release(Q_EMPTY + 8 * q.stage);
+      release_rows(Q_EMPTY + 8 * q.stage);
     }
     keep(s);
     weigh<MASKED>(s, next.stage, weights, none);
@@ -99,7 +99,7 @@ struct Consumer : Tile {
     if constexpr (OURS || SEPARATE) wgmma::wait<1>();
     if constexpr (SEPARATE) {
       keep(gradients);
-      release(Q_EMPTY + 8 * q.stage);
+      release_rows(Q_EMPTY + 8 * q.stage);
     }
     if constexpr (OURS) add(done - 1, previous);
     q = next;
@@ -151,7 +151,7 @@ struct Consumer : Tile {
       issue_dk(dk, gradient_words());
       wgmma::wait<0>();
       keep_gradients();
-      release(Q_EMPTY + 8 * q.stage);
+      release_rows(Q_EMPTY + 8 * q.stage);
       finish(*this, count);
     }
     await_copies();

@@ -88,8 +88,8 @@ struct Consumer : Tile {
     wgmma::wait<OURS ? 1 : 0>();
     keep(weights);
     keep(gradients);
-    release(O_EMPTY + 8 * buffer(done));
-    release(Q_EMPTY + 8 * q.stage);
+    release_rows(O_EMPTY + 8 * buffer(done));
+    release_rows(Q_EMPTY + 8 * q.stage);
     await_q(next);
     issue_s(next.stage);
     if constexpr (OURS) {
@@ -128,8 +128,8 @@ struct Consumer : Tile {
       wgmma::wait<0>();
       keep(weights);
       keep(gradients);
-      release(O_EMPTY + 8 * buffer(done));
-      release(Q_EMPTY + 8 * q.stage);
+      release_rows(O_EMPTY + 8 * buffer(done));
+      release_rows(Q_EMPTY + 8 * q.stage);
       finish(*this, count);
     }
     await_copies();

@@ -55,6 +55,11 @@ struct Tile {
   DEVICE void release(int barrier) {
     if (RELEASES > 1 || lane == 0) mbarrier::arrive(smem + barrier);
   }
+  // Of Q or dO: to all blocks that load it together.
+  DEVICE void release_rows(int barrier) {
+    if constexpr (CLUSTER == 1) release(barrier);
+    else if (lane < CLUSTER) mbarrier::arrive_in(smem + barrier, lane);
+  }
   DEVICE void await_q(const mbarrier::Ring<Q_STAGES>& at) { mbarrier::wait(smem + Q_FULL + 8 * at.stage, at.phase); }
   // Of block n, counted like `done`: which buffer, and the parity of its round.
   DEVICE static u32 buffer(u32 n) { return n & 1; }
@@ -71,7 +76,7 @@ struct Tile {
   DEVICE bool begin() {
     w = mail.get(p, lane);
     if (broadcast(w.id) < 0) return false;
-    w.block = broadcast(w.block);
+    w.block = broadcast(w.block) * CLUSTER + cluster_rank();
     w.head = broadcast(w.head);
     w.batch = broadcast(w.batch);
     if (VARLEN) {

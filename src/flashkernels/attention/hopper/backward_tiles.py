@@ -126,8 +126,8 @@ def by_dimension(
 
 
 def most_tiles(call: AttentionProblem, variant: BackwardVariant) -> int:
-    """Tiles of all sequences and key heads; of a ragged batch at most as many."""
-    keys = variant.tile.keys
+    """Tiles of all sequences and key heads, one for each cluster of blocks; of a ragged batch at most as many."""
+    keys = variant.tile.keys * variant.tile.cluster
     if call.varlen:
         return (call.total_k // keys + call.batch) * call.kv_heads
     return -(-call.seq_k // keys) * call.batch * call.kv_heads

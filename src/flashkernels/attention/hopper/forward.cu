@@ -502,8 +502,7 @@ forward(const __grid_constant__ Params p) {
   const u32 smem = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, (int)threadIdx.x / 128, 0), warp = __shfl_sync(~0u, (int)threadIdx.x / 32 % 4, 0);
   const int lane = threadIdx.x % 32;
-  u32 rank = 0;
-  if (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  const u32 rank = cluster_rank();
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < GROUPS * Q_STAGES; i++) {

@@ -416,8 +416,7 @@ forward(const __grid_constant__ Params p) {
   const int warpgroup = __shfl_sync(~0u, (int)threadIdx.x / 128, 0);
   const int warp = __shfl_sync(~0u, (int)threadIdx.x / 32 % 4, 0);
   const int lane = threadIdx.x % 32;
-  u32 rank = 0;
-  if (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  const u32 rank = cluster_rank();
 
   if (threadIdx.x == 0) {
     mbarrier::init(smem + Q_FULL, 1);
