@@ -72,13 +72,16 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=[False, True], ids=["adds", "own"])
+@pytest.fixture(params=["adds", "late", "own"])
 def own_dq(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """dQ by additions in memory, and by a kernel of its own, whatever the problem would take."""
-    choose, own = backward_tiles.choose, bool(request.param)
+    """dQ by additions in memory, and by a kernel of its own, whatever the problem would take; and the former with a
+    late look for NaN."""
+    choose, own = backward_tiles.choose, request.param == "own"
 
     def chosen(problem: BackwardProblem) -> BackwardVariant:
-        return replace(choose(replace(problem, deterministic=own)), own_dq=own)
+        variant = choose(replace(problem, deterministic=own))
+        late = request.param == "late" and not variant.tile.paired
+        return replace(variant, own_dq=own, tile=replace(variant.tile, late_look=late))
 
     monkeypatch.setattr(backward_tiles, "choose", chosen)
     return own

@@ -31,6 +31,7 @@ SAMPLE = (
     variant(192, 128, right=True),
     variant(72, right=True, deterministic=True),
     *(one for one in VARIANTS if one.tile.cluster > 1 and one.head_dim in (64, 128)),
+    *(one for one in VARIANTS if one.tile.late_look and one.head_dim in (96, 128)),
     replace(variant(256, right=True), own_dq=False),
 )
 RARE = 24  # registers stored or loaded in a pass of the loop, where every feature of the logits comes together
@@ -56,7 +57,8 @@ def products(one: BackwardVariant) -> int:
     # without one for each warpgroup, and where warpgroups take turns one more for an odd end.
     turn = 1 if one.shares_dq else 2
     steps, with_dq = 1 + 3 * turn + (turn > 1), 3 + (turn > 1)
-    return (1 + steps) * (s + dv + dp + dk) + (1 + with_dq) * dq
+    again = dp if one.tile.late_look and one.tile.tall else 0  # of a tile's first block, where V was not finite
+    return (1 + steps) * (s + dv + dp + dk) + (1 + with_dq) * dq + again
 
 
 def walks(sass: str) -> list[list[str]]:
@@ -114,7 +116,7 @@ def test_the_list_is_distinct_and_has_every_flag_and_size() -> None:
     assert len(VARIANTS) == len({*VARIANTS}) == len({label(one) for one in VARIANTS}) <= 150
     for flag in ("fp16", "left", "right", "softcap", "alibi", "varlen", "own_dq", "want_q", "want_k", "want_v"):
         assert {getattr(one, flag) for one in VARIANTS} == {False, True}, flag
-    for flag in ("paired", "halves", "kv_in_registers", "separate", "tall", "staged", "sends"):
+    for flag in ("paired", "halves", "kv_in_registers", "separate", "tall", "staged", "sends", "late_look"):
         assert {getattr(one.tile, flag) for one in VARIANTS} == {False, True}, flag
     assert {one.tile.cluster for one in VARIANTS} == {1, 2}
     assert {one.head_dim for one in VARIANTS} == {*range(16, 257, 8)}

@@ -108,9 +108,10 @@ def _all() -> Iterator[BackwardVariant]:
             yield variant(dim, **flags)
     for dim in (96, 104, 112, 120, 192):
         yield variant(dim, varlen=True, **LOGITS)
-    for dim in (48, 64, 96, 128):
-        one = variant(dim)
+    for one in (variant(64), variant(128)):
         yield replace(one, tile=replace(one.tile, cluster=2))
+    for one in (*(variant(dim, right=True) for dim in (64, 72, 96, 128)), variant(128, right=True, varlen=True)):
+        yield replace(one, tile=replace(one.tile, late_look=True))
     yield replace(variant(192), own_dq=False)  # pairs that add dQ
     yield replace(variant(256, right=True), own_dq=False)
 

@@ -37,6 +37,8 @@ struct Params {
 
 constexpr bool BAND = LEFT || RIGHT;
 constexpr bool HIDES = BAND || VARLEN;  // some loaded rows may not see some loaded keys
+constexpr bool LOOKS_LATE = HIDES && LATE_LOOK;
+static_assert(!PAIRED || !LATE_LOOK, "a pair looks at a tile's start");
 
 constexpr int THREADS = 384;
 // Arrivals that give back a block of Q or dO: of a cluster, from each block's warps.
