@@ -45,7 +45,7 @@ lint: $(READY)  ## ruff, mypy, import-linter
 # Hopper kernels' GPU tests, on the machine of tests/machine.
 test: lint  ## everything that needs no GPU
 	$(RUN) pytest tests/compile -n $(JOBS) --dist worksteal
-	$(RUN) pytest -p tests.machine.plugin -m gpu --one-in 25 -n $(JOBS) --dist worksteal tests/attention/test_hopper*.py tests/attention/test_fp8_gpu.py
+	$(RUN) pytest -p tests.machine.plugin -m gpu --one-in 30 -n $(JOBS) --dist worksteal tests/attention/test_hopper*.py tests/attention/test_fp8_gpu.py
 	TRITON_INTERPRET=1 $(RUN) pytest --ignore=tests/compile -n $(JOBS) --dist worksteal
 
 gpu-test: $(READY)  ## the tests that need an NVIDIA GPU

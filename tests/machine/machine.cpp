@@ -582,14 +582,12 @@ class Machine {
     w.at_product = &in;
     group.wait = Wait::warpgroup;
     Warp* four[4];
-    const i32* operands[4];
     for (int i = 0; i < 4; i++) {
       four[i] = &block.warps[first + i];
       if (!four[i]->at_product) return false;
       if (four[i]->at_product != &in) throw Fault("the warps of a warpgroup are at different wgmmas");
-      operands[i] = program.operands + in.at;
     }
-    warpgroup_product(four, operands, in);
+    warpgroup_product(four, program.operands + in.at, in);
     for (Warp* one : four) {
       one->at_product = nullptr;
       one->released = one != &w;

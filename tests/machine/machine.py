@@ -89,8 +89,7 @@ class Program(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("code", "operands", "constants", "symbols", "specials")),
         *((name, ctypes.c_int32) for name in (
-            "instructions", "constant_count", "symbol_count", "special_count", "words", "predicates", "cluster",
-            "local_bytes", "shared_bytes",
+            "constant_count", "symbol_count", "special_count", "words", "predicates", "local_bytes", "shared_bytes",
         )),
     )  # fmt: skip
 
@@ -116,9 +115,8 @@ class Kernel:
         self.arrays = (array("i", code.instructions), array("i", code.operands), constants, specials, symbols)  # kept
         instructions, operands, first, last = (x.buffer_info()[0] for x in self.arrays[:4])
         return Program(
-            instructions, operands, first, ctypes.addressof(symbols), last, len(kernel.instructions),
-            len(code.constants), len(code.symbols), len(code.specials), code.words, code.predicates, kernel.cluster,
-            kernel.local_bytes, kernel.dynamic,
+            instructions, operands, first, ctypes.addressof(symbols), last, len(code.constants), len(code.symbols),
+            len(code.specials), code.words, code.predicates, kernel.local_bytes, kernel.dynamic,
         )  # fmt: skip
 
     def run(

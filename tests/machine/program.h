@@ -46,7 +46,7 @@ struct Program {
   const Constant* constants;
   const Symbol* symbols;
   const Special* specials;
-  i32 instructions, constant_count, symbol_count, special_count, words, predicates, cluster, local_bytes;
+  i32 constant_count, symbol_count, special_count, words, predicates, local_bytes;
   i32 shared_bytes;  // static
 };
 

@@ -64,10 +64,10 @@ inline void from_registers(Warp& w, const i32* slots, Type t, int depth, float* 
 }
 
 // A wgmma of a warpgroup: each of its four warps has 16 of 64 rows.
-inline void warpgroup_product(Warp* warps[4], const i32* operands[4], const Instruction& in) {
+inline void warpgroup_product(Warp* warps[4], const i32* sums_at, const Instruction& in) {
   const int n = in.mod & 0xfff, depth = in.kind() == Type::e4m3 ? 32 : 16, count = in.results;
   const bool a_by_column = in.mod >> 12 & 1, b_by_column = in.mod >> 13 & 1, registers = in.operands == 6;
-  const i32* o = operands[0] + count;
+  const i32* o = sums_at + count;
   Shared& shared = warps[0]->block->shared;
   std::vector<float> a(64 * depth), b((size_t)n * depth), turned((size_t)n * depth), sums(n);
   std::vector<Range> of_a, of_b;
@@ -77,9 +77,8 @@ inline void warpgroup_product(Warp* warps[4], const i32* operands[4], const Inst
     for (int k = 0; k < depth; k++) turned[(size_t)k * n + j] = b[(size_t)j * depth + k];
   for (int g = 0; g < 4; g++) {
     Warp& w = *warps[g];
-    const i32* own = operands[g] + count;
-    if (registers) from_registers(w, own, in.kind(), depth, a.data() + g * 16 * depth);
-    const bool add = w.predicates[own[registers ? 5 : 2]] & 1;
+    if (registers) from_registers(w, o, in.kind(), depth, a.data() + g * 16 * depth);
+    const bool add = w.predicates[o[registers ? 5 : 2]] & 1;
     for (int row = 0; row < 16; row++) {
       for (int j = 0; j < n; j++) sums[j] = 0.f;
       const float* left = a.data() + (g * 16 + row) * depth;
@@ -89,7 +88,7 @@ inline void warpgroup_product(Warp* warps[4], const i32* operands[4], const Inst
       }
       for (int j = 0; j < n; j++) {
         const int lane = row % 8 * 4 + j % 8 / 2, i = j / 8 * 4 + row / 8 * 2 + j % 2;
-        const i32 slot = operands[g][i];
+        const i32 slot = sums_at[i];
         w.set<float>(slot, lane, add ? w.get<float>(slot, lane) + sums[j] : sums[j]);
       }
     }
