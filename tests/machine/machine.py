@@ -56,7 +56,7 @@ def missing() -> str:
 @functools.cache
 def library() -> ctypes.CDLL:
     """machine.cpp, compiled once for this machine's processor."""
-    texts = b"".join((FOLDER / name).read_bytes() for name in SOURCES)
+    texts = b"".join((FOLDER / name).read_bytes() for name in SOURCES) + _processor().encode()
     folder = Path(os.environ.get("FLASHKERNELS_CACHE") or tempfile.gettempdir())
     folder.mkdir(parents=True, exist_ok=True)
     made = folder / f"machine-{hashlib.sha256(texts).hexdigest()[:16]}-{os.uname().machine}.so"
@@ -70,6 +70,13 @@ def library() -> ctypes.CDLL:
     found = ctypes.CDLL(str(made))
     found.machine_ops.restype = ctypes.c_char_p
     return found
+
+
+def _processor() -> str:
+    """What it can do, where the system says so: code for one may stop on another."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 @functools.cache

@@ -85,12 +85,6 @@ DEVICE bool any(int id, int threads, bool mine) {
 }
 }  // namespace named_barrier
 
-// Which block of its cluster this is.
-DEVICE u32 cluster_rank() {
-  u32 rank = 0;
-  if (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
 DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
