@@ -25,7 +25,8 @@ def cache_of(
     lengths: Sequence[int], form: str = "fp16", *, kv_heads: int = 2, dim: int = 32, dim_v: int = 0, page: int = 16,
     scales: str = "token", latent: bool = False, spare: int = 1, device: str = "cpu", seed: int = 0,
 ) -> PagedCache:  # fmt: skip
-    gen = torch.Generator(device=device).manual_seed(seed)
+    there = torch.empty(0, device=device).device  # "cuda" may mean the CPU: tests/machine/plugin.py
+    gen = torch.Generator(device=there).manual_seed(seed)
     batch = len(lengths)
     pages = max(1, *(-(-n // page) for n in lengths)) + spare
     table = torch.randperm(batch * pages, generator=gen, device=device).int().view(batch, pages)

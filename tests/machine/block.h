@@ -44,7 +44,8 @@ struct Block {
 
 // Something that the copy engine has been told to do, by lane 0 of a warp or any other.
 struct Copy {
-  enum Kind { tensor_load, tensor_store, bulk_load, bulk_reduce } kind;
+  // the last two: of a thread by itself, and its arrival at a barrier when those before have come
+  enum Kind { tensor_load, tensor_store, bulk_load, bulk_reduce, thread_load, arrival } kind;
   Block* block;
   Warp* warp;
   int lane;
@@ -58,7 +59,7 @@ struct Copy {
   std::vector<u8> data;
   bool has_read = false;  // stores: shared memory may be written again
 
-  bool loads() const { return kind == tensor_load || kind == bulk_load; }
+  bool loads() const { return kind != tensor_store && kind != bulk_reduce; }
 };
 
 struct Cluster {

@@ -19,16 +19,17 @@ class Engine {
   // Does one thing more of some copy; false where there is nothing to do.
   bool step() {
     if (copies.empty()) return false;
-    const size_t i = random() % copies.size();
+    size_t i = random() % copies.size();
+    while (waits(i)) i = (i + 1) % copies.size();
     Copy& copy = copies[i];
     if (!copy.loads() && !copy.has_read) {
       read(copy);
       return true;
     }
-    if (copy.loads()) deliver(copy);
+    if (copy.kind == Copy::arrival) arrive(copy);
+    else if (copy.loads()) deliver(copy);
     else write(copy);
-    copies[i] = std::move(copies.back());
-    copies.pop_back();
+    copies.erase(copies.begin() + i);  // in the order in which they were started
     return true;
   }
 
@@ -54,7 +55,24 @@ class Engine {
   const u32 habit;
   std::vector<Copy> copies;
 
+  // An arrival, for the same thread's copies before it.
+  bool waits(size_t i) const {
+    if (copies[i].kind != Copy::arrival) return false;
+    for (size_t j = 0; j < i; j++)
+      if (copies[j].kind == Copy::thread_load && copies[j].warp == copies[i].warp && copies[j].lane == copies[i].lane)
+        return true;
+    return false;
+  }
+
+  static void arrive(const Copy& copy) {
+    Barrier& barrier = copy.block->shared.barrier(copy.barrier);
+    barrier.now.join(copy.clock);
+    barrier.pending--;
+    barrier.settle();
+  }
+
   static void check(const Copy& copy) {
+    if (copy.kind == Copy::arrival) return;
     const auto aligned = [](u64 x, u64 to, const char* what) {
       if (x % to) throw Fault(text("a copy's %s, %llx, is not a multiple of %llu", what, x, to));
     };
@@ -62,17 +80,20 @@ class Engine {
       aligned(copy.offset, 128, "place in shared memory");
       aligned((u64)copy.at[0] * copy.map.element, 16, "first column, in bytes");
     } else {
-      aligned(copy.offset, 16, "place in shared memory");
-      aligned(copy.address, 16, "address");
-      aligned(copy.bytes, 16, "length");
+      const u32 to = copy.kind == Copy::thread_load ? copy.bytes : 16;
+      aligned(copy.offset, to, "place in shared memory");
+      aligned(copy.address, to, "address");
+      aligned(copy.bytes, to, "length");
     }
   }
 
   void begin(Copy& copy) {
     const int agent = copy.warp->agent;
+    if (copy.kind == Copy::arrival) return;
     if (copy.loads()) {
       for (Block& block : copy.block->cluster->blocks)
-        if (copy.blocks >> block.rank & 1) block.shared.begin_write(copy.offset, copy.bytes, agent, copy.clock);
+        if (copy.blocks >> block.rank & 1) 
+          block.shared.begin_write(copy.offset, copy.bytes, agent, copy.clock, copy.kind == Copy::thread_load);
     } else {
       copy.block->shared.begin_read(copy.offset, copy.bytes, agent, copy.clock);
     }
@@ -80,7 +101,7 @@ class Engine {
 
   void deliver(Copy& copy) {
     std::vector<u8> data(copy.bytes, 0);
-    if (copy.kind == Copy::bulk_load) {
+    if (copy.kind != Copy::tensor_load) {
       memory.check(copy.address, copy.bytes);
       memcpy(data.data(), (const void*)copy.address, copy.bytes);
     } else {
@@ -90,11 +111,13 @@ class Engine {
         memcpy(data.data() + offset, (const void*)from, bytes);
       });
     }
-    const u32 width = copy.kind == Copy::bulk_load ? 0 : copy.map.swizzle;
+    const u32 width = copy.kind == Copy::tensor_load ? copy.map.swizzle : 0, piece = std::min(copy.bytes, 16u);
     for (Block& block : copy.block->cluster->blocks) {
       if (!(copy.blocks >> block.rank & 1)) continue;
-      for (u32 i = 0; i < copy.bytes; i += 16) memcpy(block.shared.at(swizzled(copy.offset + i, width), 16), &data[i], 16);
+      for (u32 i = 0; i < copy.bytes; i += piece)
+        memcpy(block.shared.at(swizzled(copy.offset + i, width), piece), &data[i], piece);
       block.shared.end_write(copy.offset, copy.bytes);
+      if (copy.kind == Copy::thread_load) continue;
       Barrier& barrier = block.shared.barrier(copy.barrier);
       barrier.now.join(copy.clock);
       barrier.bytes -= copy.bytes;

@@ -1,4 +1,4 @@
-"""The Hopper kernels on this CPU: `fk.attention(..., impl="hopper")` with CPU tensors, gradients included.
+"""The Hopper kernels on this CPU: `fk.attention` and `fk.decode` with impl="hopper" and CPU tensors; gradients, too.
 
 Inside `on_the_machine`, all of the host's code is the usual one; only what talks to NVIDIA's driver is replaced.
 """
@@ -17,9 +17,10 @@ from tests.machine import machine
 from torch import Tensor
 
 import flashkernels.attention.api as api
+import flashkernels.decode.api as decode_api
 from flashkernels import hardware
 from flashkernels.attention.hopper import backward, forward
-from flashkernels.attention.problem import AttentionProblem
+from flashkernels.decode.hopper import decode
 from flashkernels.dispatch import Impl
 from flashkernels.jit import counters, driver, eager, nvrtc
 
@@ -65,10 +66,11 @@ def on_the_machine(
     `machine.Kernel.run`. With `checks`, races are faults. `edit` changes the texts of programs, to break them."""
     run = Run(seed, checks, resident)
     gpu = replace(hardware.GPUS["h200"], sms=sms)
-    described, data_ptr, new_empty = api._problem, Tensor.data_ptr, Tensor.new_empty
+    data_ptr, new_empty = Tensor.data_ptr, Tensor.new_empty
 
-    def problem(*of: Any, **named: Any) -> AttentionProblem:
-        return replace(described(*of, **named), device="cuda")
+    def there(describe: Callable[..., Any]) -> Callable[..., Any]:
+        """The same problem, on the GPU."""
+        return lambda *of, **named: replace(describe(*of, **named), device="cuda")
 
     def seen(x: Tensor) -> int:
         run.saw(x)
@@ -109,12 +111,17 @@ def on_the_machine(
 
     driver.tensor_map.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "_problem", problem)
+        patch.setattr(api, "_problem", there(api._problem))
+        patch.setattr(decode_api, "described", there(decode_api.described))
+        patch.setattr(decode_api, "_plans", {})
         patch.setattr(api, "_fusable", lambda device, impl: impl != "torch")
         patch.setattr(hardware, "detect", lambda device=None: gpu)
         patch.setattr(Tensor, "data_ptr", seen)
         patch.setattr(Tensor, "new_empty", unwritten)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+        patch.setattr(torch.cuda, "current_device", lambda: None)
+        patch.setattr(decode, "counters", zeros)
+        decode.kernel.cache_clear()
         patch.setattr(driver, "Kernel", Kernel)
         patch.setattr(driver, "encoded_map", encoded_map)
         patch.setattr(nvrtc, "compile", compile)
@@ -127,6 +134,7 @@ def on_the_machine(
         patch.setattr(api, "BACKWARD_IMPLS", tuple(map(_hopper_or_nothing, api.BACKWARD_IMPLS)))
         yield run
     driver.tensor_map.cache_clear()
+    decode.kernel.cache_clear()
     for module in (forward, backward):
         module.library.cache_clear()
     for counts in run.zeros:

@@ -278,7 +278,7 @@ class Machine {
           w.committed.pop_front();
         }
         break;
-      case Op::tma_load_: case Op::tma_store_: case Op::bulk_load_: case Op::bulk_reduce_:
+      case Op::tma_load_: case Op::tma_store_: case Op::bulk_load_: case Op::bulk_reduce_: case Op::copy_: case Op::copy_arrive_:
         one_by_one(mask, [&](int l) { start_copy(w, in, o, l); });
         break;
       case Op::bulk_commit_: each_lane(mask, [&](int l) { w.bulk_groups[l]++; }); break;
@@ -633,6 +633,16 @@ class Machine {
         copy.address = w.address(o + 3, lane);
         copy.barrier = local(o + 6);
         copy.bytes = w.get<u32>(o[9], lane);
+        break;
+      case Op::copy_:
+        copy.kind = Copy::thread_load;
+        copy.offset = local(o);
+        copy.address = w.address(o + 3, lane);
+        copy.bytes = w.get<u32>(o[6], lane);
+        break;
+      case Op::copy_arrive_:
+        copy.kind = Copy::arrival;
+        copy.barrier = local(o);
         break;
       default:
         copy.kind = Copy::bulk_reduce;

@@ -417,12 +417,16 @@ class _Lowering:
         return Instruction("wgmma", self.types[-1], mod=mod, results=self.names(0), operands=list(operands))
 
     def _cp(self, kind: str) -> Instruction:
-        if "commit_group" in self.tokens:
+        if "bulk" in self.tokens and "commit_group" in self.tokens:
             return Instruction("bulk.commit")
-        if "wait_group" in self.tokens:
+        if "bulk" in self.tokens and "wait_group" in self.tokens:
             return Instruction("bulk.wait", mod=int(self.arguments[0]) | 16 * ("read" in self.tokens))
-        if not self.has("async", "bulk"):
-            raise UnknownInstruction(f"no meaning for {self.code}")
+        if self.has("mbarrier", "noinc"):
+            return Instruction("copy.arrive", operands=self.address(0))
+        if "bulk" not in self.tokens:
+            if "mbarrier" in self.tokens or len(self.arguments) != 3:
+                raise UnknownInstruction(f"no meaning for {self.code}")
+            return Instruction("copy", operands=[*self.address(0), *self.address(1), *self.names(2)])
         if "tensor" in self.tokens and "bulk_group" not in self.tokens:
             # to, [map, {coordinates}], [barrier], perhaps a mask of blocks
             mask = [self.name(self.arguments[3])] if len(self.arguments) > 3 else ["0"]

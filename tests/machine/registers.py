@@ -21,9 +21,13 @@ class Code:
     symbols: list[tuple[str, int, int]]  # kind, offset, first word
 
 
-ADDRESSES = {"ld": 0, "st": 0, "atom": 0, "red": 0, "mbarrier.init": 0, "mbarrier.wait": 0, "mbarrier.arrive": 0,
-             "mbarrier.expect": 0, "ldmatrix": 0, "stmatrix": 0, "tma.load": (0, 2, 4), "tma.store": (0, 2),
-             "bulk.load": (0, 2, 4), "bulk.reduce": (0, 2)}  # fmt: skip
+# Which operands are places in memory.
+ADDRESSES = {
+    **dict.fromkeys(("ld", "st", "atom", "red", "ldmatrix", "stmatrix", "copy.arrive"), (0,)),
+    **dict.fromkeys(("mbarrier.init", "mbarrier.wait", "mbarrier.arrive", "mbarrier.expect"), (0,)),
+    **dict.fromkeys(("tma.load", "bulk.load"), (0, 2, 4)),
+    **dict.fromkeys(("tma.store", "bulk.reduce", "copy"), (0, 2)),
+}
 
 
 def encode(kernel: Kernel, names: list[str]) -> Code:
@@ -68,7 +72,6 @@ class _Encoder:
     def _encoded_operands(self, one: Instruction) -> list[int]:
         encoded: list[int] = []
         places = ADDRESSES.get(one.op, ())
-        places = (places,) if isinstance(places, int) else places
         for i, operand in enumerate(one.operands):
             if i in places:
                 name = str(operand)
@@ -93,9 +96,7 @@ class _Encoder:
             return i == 0 and one.type in WIDE
         if one.op in ("bfi", "bfe"):
             return one.type in WIDE and i < (2 if one.op == "bfi" else 1)
-        if one.op in ("shfl", "vote", "pack", "unpack", "wgmma", "tma.load", "tma.store", "bulk.load", "bulk.reduce"):
-            return False
-        return one.type in WIDE
+        return one.type in WIDE and one.op not in ("shfl", "vote", "pack", "unpack", "wgmma")
 
     def _slot(self, name: str) -> int:
         return -1 if name == "_" else self.slots[name]

@@ -86,14 +86,15 @@ class Shared {
   void end_read(u32 offset, u32 bytes, int agent, const Clock& clock) {
     if (checks) each(offset, bytes, [&](u32 w) { seen_by(agent, w) = clock.seen[agent]; });
   }
-  // The copy engine is to write. What is there is lost at once: whoever looks before it arrives must not find anything.
-  void begin_write(u32 offset, u32 bytes, int agent, const Clock& clock) {
+  // A copy is to write, of the copy engine or (`ordinary`) a thread's own. What is there is lost at once: whoever looks
+  // before it arrives must not find anything.
+  void begin_write(u32 offset, u32 bytes, int agent, const Clock& clock, bool ordinary) {
     if (checks) each(offset, bytes, [&](u32 w) {
       after_write(w, agent, clock, "overwritten by a copy");
       after_reads(w, agent, clock);
-      published(w, clock);
+      if (!ordinary) published(w, clock);
       written[w] = clock.seen[agent];
-      writer[w] = (u8)agent;
+      writer[w] = (u8)(ordinary ? agent | ORDINARY : agent);
       arriving[w] = true;
     });
     memset(at(offset, bytes), 0xff, bytes);
