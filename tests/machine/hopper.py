@@ -46,12 +46,15 @@ class Run:
             storage = x.untyped_storage()
             self.memory[storage.data_ptr()] = storage.data_ptr() + storage.nbytes()
 
-    def start(self, code: machine.Kernel, grid: int, threads: int, parameters: int, shared: int, cluster: int) -> None:
+    def start(
+        self, code: machine.Kernel, grid: int, threads: int, parameters: int, shared: int, cluster: int, together: bool
+    ) -> None:  # fmt: skip
+        """`together`: blocks wait for one another, so all of them run at a time."""
         self.launches.append(code.kernel.name)
         try:
             self.instructions += code.run(
                 grid, threads, parameters, self.memory.items(), dynamic=shared, cluster=cluster,
-                resident=self.resident, seed=self.seed, checks=self.checks,
+                resident=grid if together else self.resident, seed=self.seed, checks=self.checks,
             )  # fmt: skip
         except machine.KernelFault:
             self.zeros.clear()  # it has not come to clear its counters
@@ -101,10 +104,10 @@ def on_the_machine(
         ) -> None:  # fmt: skip
             text = code if isinstance(code, bytes) else code.cubin
             self.code, self.shared, self.cluster = machine.kernels(text.decode())[name], shared, cluster
-            self.cooperative = cooperative
+            self.together = cooperative
 
         def launch(self, grid: int, block: int, stream: int, parameters: int) -> None:
-            run.start(self.code, grid, block, parameters, self.shared, self.cluster)
+            run.start(self.code, grid, block, parameters, self.shared, self.cluster, self.together)
 
         def starter(self, block: int, parameters: Sequence[int]) -> driver.Start:
             return lambda grid, stream: self.launch(grid, block, stream, parameters[0])
@@ -132,11 +135,13 @@ def on_the_machine(
         for name, make in (("_plans", api._plan), ("_backward_plans", api._plan_backward)):
             patch.setattr(api, name, eager.Plans(make))
         patch.setattr(api, "BACKWARD_IMPLS", tuple(map(_hopper_or_nothing, api.BACKWARD_IMPLS)))
-        yield run
-    driver.tensor_map.cache_clear()
-    decode.kernel.cache_clear()
-    for module in (forward, backward):
-        module.library.cache_clear()
+        try:
+            yield run
+        finally:  # no GPU may get what was compiled and mapped for the machine
+            driver.tensor_map.cache_clear()
+            decode.kernel.cache_clear()
+            for module in (forward, backward):
+                module.library.cache_clear()
     for counts in run.zeros:
         assert not counts.any(), "a kernel left its counters behind"
 
