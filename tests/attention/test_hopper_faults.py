@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.machine import machine
 from tests.machine.hopper import on_the_machine
 
 import flashkernels as fk
@@ -22,12 +21,6 @@ from .cases import Shape, keywords, qkv
 
 MANY = Shape(b=1, sq=1300, sk=400, h=2, hkv=1, d=64)  # several tiles a block
 WIDE = Shape(b=1, sq=330, sk=330, h=2, hkv=1, d=128)
-
-
-@pytest.fixture(autouse=True)
-def available() -> None:
-    if reason := machine.missing():
-        pytest.skip(reason)
 
 
 def forward(features: str, shape: Shape, edit: Callable[[str], str] | None = None, seed: int = 2) -> None:

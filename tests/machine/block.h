@@ -17,7 +17,7 @@ struct Memory {
   }
 };
 
-// How the copy engine finds the boxes of a tensor; machine.py writes it in the place of a CUtensorMap.
+// How the copy engine finds the boxes of a tensor; hopper.py writes it in the place of a CUtensorMap.
 struct TensorMap {
   u64 address;
   u32 element, rank;  // bytes of an element
@@ -74,7 +74,7 @@ inline u32 box_bytes(const TensorMap& map) {
   return bytes;
 }
 
-// f(offset in the box, address in memory, or 0 outside the tensor, bytes of a row within it) for each row of a box.
+// f(offset in the box, address in memory, how many bytes there are of the tensor) for each row of a box.
 template <class F> void each_row(const TensorMap& map, const i32* at, F f) {
   const u32 row_bytes = map.box[0] * map.element;
   u32 rows = 1;
@@ -92,6 +92,6 @@ template <class F> void each_row(const TensorMap& map, const i32* at, F f) {
     const i64 have = ((i64)map.sizes[0] - at[0]) * map.element;
     const u32 bytes = !inside || have <= 0 ? 0 : (u32)std::min<i64>(have, row_bytes);
     if (at[0] < 0) throw Fault("a box begins before its tensor's first column");
-    f(r * row_bytes, address + (u64)at[0] * map.element, bytes, row_bytes);
+    f(r * row_bytes, address + (u64)at[0] * map.element, bytes);
   }
 }

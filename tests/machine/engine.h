@@ -105,7 +105,7 @@ class Engine {
       memory.check(copy.address, copy.bytes);
       memcpy(data.data(), (const void*)copy.address, copy.bytes);
     } else {
-      each_row(copy.map, copy.at, [&](u32 offset, u64 from, u32 bytes, u32) {
+      each_row(copy.map, copy.at, [&](u32 offset, u64 from, u32 bytes) {
         if (!bytes) return;
         memory.check(from, bytes);
         memcpy(data.data() + offset, (const void*)from, bytes);
@@ -142,7 +142,7 @@ class Engine {
         *(float*)(copy.address + i) += x;
       }
     } else {
-      each_row(copy.map, copy.at, [&](u32 offset, u64 to, u32 bytes, u32) {
+      each_row(copy.map, copy.at, [&](u32 offset, u64 to, u32 bytes) {
         if (!bytes) return;
         memory.check(to, bytes);
         memcpy((void*)to, copy.data.data() + offset, bytes);

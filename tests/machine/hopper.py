@@ -67,6 +67,8 @@ def on_the_machine(
 ) -> Iterator[Run]:
     """A Hopper GPU of so many multiprocessors, of whose blocks at most `resident` run at a time. `seed`: see
     `machine.Kernel.run`. With `checks`, races are faults. `edit` changes the texts of programs, to break them."""
+    if reason := machine.missing():
+        pytest.skip(reason)
     run = Run(seed, checks, resident)
     gpu = replace(hardware.GPUS["h200"], sms=sms)
     data_ptr, new_empty = Tensor.data_ptr, Tensor.new_empty

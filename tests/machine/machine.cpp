@@ -196,7 +196,7 @@ class Machine {
       count++;
       if (++executed > launch.budget) {
         fault_at = (i32)(&in - program.code);
-        throw Fault("the kernel does not end");
+        throw Fault(text("the kernel has not ended after %lld instructions", (long long)launch.budget));
       }
       // A branch or an end: whoever is least far goes next, and `group` may be gone.
       if (in.code() == Op::bra_ || in.code() == Op::ret_) return count;

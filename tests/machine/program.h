@@ -1,4 +1,4 @@
-// A kernel in numbers, as ptx.py writes it.
+// A kernel in numbers, as registers.py writes it.
 #pragma once
 #include "numbers.h"
 
@@ -9,7 +9,7 @@
   X(xor_pred) X(not_pred) X(mov_pred) X(ld) X(st) X(atom) X(red) X(shfl) X(vote) X(bar_sync) X(bar_arrive) X(bar_red)   \
   X(bar_warp) X(cluster_arrive) X(cluster_wait) X(bra) X(ret) X(nop) X(mapa) X(mbarrier_init) X(mbarrier_arrive)        \
   X(mbarrier_expect) X(mbarrier_wait) X(fence_async) X(ldmatrix) X(stmatrix) X(movmatrix) X(mma) X(wgmma)               \
-  X(wgmma_commit) X(wgmma_wait) X(tma_load) X(tma_store) X(bulk_load) X(bulk_reduce) X(bulk_commit) X(bulk_wait) \
+  X(wgmma_commit) X(wgmma_wait) X(tma_load) X(tma_store) X(bulk_load) X(bulk_reduce) X(bulk_commit) X(bulk_wait)    \
   X(copy) X(copy_arrive)
 
 enum class Op {

@@ -252,7 +252,6 @@ class _Lowering:
     # --- instructions
 
     def lowered(self) -> Instruction:
-        base = self.tokens[0]
         kind = self.types[-1] if self.types else "none"
         if (
             any(self.code == name or self.code.startswith(name + ".") for name in NOTHING)
@@ -265,7 +264,7 @@ class _Lowering:
         if special:
             made: Instruction = special(kind)
             return made
-        raise UnknownInstruction(f"no meaning for {self.code} ({base})")
+        raise UnknownInstruction(f"no meaning for {self.code}")
 
     def plain(self, op: str, kind: str, mod: int = 0, type2: str = "none") -> Instruction:
         results = self.names(0)
@@ -277,10 +276,8 @@ class _Lowering:
         return self.plain(op + (".pred" if kind == "pred" else ""), kind)
 
     _add = _sub = _mul = _mad = _fma = _div = _rem = _min = _max = _abs = _neg = _and = _or = _xor = _not = _alu
-    _shl = _shr = _clz = _popc = _bfi = _bfe = _prmt = _lop3 = _selp = _ex2 = _lg2 = _rcp = _tanh = _sqrt = _rsqrt = (
-        _alu
-    )
-    _brev = _alu
+    _shl = _shr = _clz = _popc = _brev = _bfi = _bfe = _prmt = _lop3 = _selp = _alu
+    _ex2 = _lg2 = _rcp = _tanh = _sqrt = _rsqrt = _alu
 
     def _mov(self, kind: str) -> Instruction:
         results, operands = self.names(0), self.names(1)

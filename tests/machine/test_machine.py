@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -66,12 +67,12 @@ INTEGERS = torch.tensor(
         ("(int)(short)x + (int)(signed char)y", lambda x, y: _signed(x, 16) + _signed(y, 8)),
     ],
 )  # fmt: skip
-def test_integers(expression: str, python: object) -> None:
+def test_integers(expression: str, python: Callable[[int, int], int]) -> None:
     x, y = INTEGERS.repeat_interleave(len(INTEGERS)), INTEGERS.repeat(len(INTEGERS))
     pairs = torch.cat([x, x[: -len(x) % 32]]), torch.cat([y, y[: -len(y) % 32]])
     got = torch.empty_like(pairs[0])
     launch(f"const int x = a[t], y = b[t]; c[t] = {expression};", *pairs, got, threads=len(got))
-    want = [_signed(python(int(i), int(j)), 32) for i, j in zip(*pairs, strict=True)]  # type: ignore[operator]
+    want = [_signed(python(int(i), int(j)), 32) for i, j in zip(*pairs, strict=True)]
     assert got.tolist() == want
 
 
@@ -107,11 +108,11 @@ FLOATS = torch.tensor(
         ("__int_as_float(__float_as_int(x) ^ 0x80000000)", lambda x, y: -x),
     ],
 )  # fmt: skip
-def test_floats(expression: str, torch_of: object) -> None:
+def test_floats(expression: str, torch_of: Callable[[Tensor, Tensor], Tensor]) -> None:
     x, y = FLOATS.repeat_interleave(len(FLOATS)), FLOATS.repeat(len(FLOATS))
     got = torch.empty_like(x)
     launch(f"const float x = a[t], y = b[t]; c[t] = {expression};", x, y, got, threads=len(x))
-    torch.testing.assert_close(got, torch_of(x, y).float(), rtol=0, atol=0, equal_nan=True)  # type: ignore[operator]
+    torch.testing.assert_close(got, torch_of(x, y).float(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -123,11 +124,11 @@ def test_floats(expression: str, torch_of: object) -> None:
         ("tanh.approx.f32", torch.tanh, 1e-6),
     ],
 )
-def test_functions(instruction: str, function: object, near: float) -> None:
+def test_functions(instruction: str, function: Callable[[Tensor], Tensor], near: float) -> None:
     x = torch.linspace(0.01, 20, 256)
     got = torch.empty_like(x)
     launch(f'asm("{instruction} %0, %1;" : "=f"(b[t]) : "f"(a[t]));', x, got, threads=256)
-    torch.testing.assert_close(got, function(x), rtol=near, atol=near)  # type: ignore[operator]
+    torch.testing.assert_close(got, function(x), rtol=near, atol=near)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ namespace own {
 
 constexpr int QUERIES = 128;
 static_assert(BLOCK == 64, "each of two warpgroups has a block of queries");
+static_assert(CLUSTER == 1, "a box has all rows of a block of queries");
 constexpr int K_BLOCK = 64 * ROW * K_CHUNKS, V_BLOCK = 64 * ROW * V_CHUNKS;
 constexpr int Q_AT = 0;
 constexpr int O_AT = Q_AT + 2 * Q_TILE;
