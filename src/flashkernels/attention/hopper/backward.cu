@@ -22,11 +22,6 @@
 #include "backward_dq.cuh"
 #endif
 
-DEVICE void copy_to_shared(u32 to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
 struct Producer {
   const Params& p;
   const u32 smem, rank;
@@ -51,15 +46,12 @@ struct Producer {
         const int first = rank * (BLOCK / CLUSTER);
         tma::multicast(to + (c * BLOCK + first) * ROW, map, barrier, c * 64, row + first, head, batch);
       }
-      copy_to_shared(statistics_to, statistics, STATISTICS, barrier);
+      tma::copy(statistics_to, statistics, STATISTICS, barrier);
     }
     if (HIDES && poisoned) {
       mbarrier::wait(barrier, raw_phase);
       raw_phase ^= 1;
-#pragma unroll 1
-      for (int at = lane * 16; at < BYTES; at += 512) store_shared(to + at, finite(load_shared(to + at)));
-      publish_shared();
-      __syncwarp();
+      make_finite(to, BYTES, lane);
       if (lane == 0) mbarrier::arrive(full);
     }
   }

@@ -1,4 +1,5 @@
-"""The Hopper backward: compiles a variant of `backward.cu`, fills in its parameters and launches its kernels.
+"""The Hopper backward: compiles a variant of `backward.cu`, or of `backward_wide.cu` for heads over 256, fills in its
+parameters and launches its kernels.
 
 Where dQ is summed by additions in memory, their order is not fixed, and dQ is not the same to the bit in every run. All
 other gradients are, and so is dQ where a kernel of its own makes it: `deterministic` problems.
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flashkernels.attention import sinks as sunk
-from flashkernels.attention.hopper import backward_source as source, backward_tiles as tiles
+from flashkernels.attention.hopper import backward_source as source, backward_tiles as tiles, backward_wide_source as wide
 from flashkernels.attention.hopper.backward_source import OWN_KEYS, OWN_QUERIES, THREADS, BackwardVariant
 from flashkernels.attention.hopper.forward import FAR, LOG2E, SECTION_BYTES, spaced
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem, heads_together
@@ -60,7 +61,7 @@ SCALES = struct.Struct("3f")
 @functools.cache
 def library(variant: BackwardVariant) -> driver.Library:
     """The variant's machine code, compiled once in a process and once on a machine."""
-    return driver.Library(nvrtc.compile("backward.cu", source.main_file(), source.headers(variant)))
+    return driver.Library(nvrtc.compile(*source.program(variant)))
 
 
 def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> RunBackward:
@@ -69,24 +70,41 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
     variant = tiles.choose(problem)
     device, size = tensors.q.device.index, variant.tile.queries
     code = library(variant)
-    kernel = functools.partial(driver.Kernel, code, early=True)
-    rows, order, main = kernel("rows", 0), kernel("order", 0), kernel("backward", variant.shared)
-    after = kernel("queries", 0)
-    if variant.own_dq:
-        look, after = kernel("keys", 0), kernel("gradient_of_queries", variant.own_shared)
     # TMA and 16-byte loads want aligned rows; a gradient may come with any strides, also expanded from one number
     copied = [bool(unaddressable(x)) for x in (given.grad_out, _given(given.out))]
     params = described(call, variant, tensors, given, copied)
-    order_blocks = -(-call.batch // 128) if call.varlen else 0
-    make_dkdv = variant.adds_dq or variant.want_k or variant.want_v
     hides = call.band != (-1, -1) or call.varlen
     rows_of_heads, rows_of_keys = (n * (1 if call.varlen else call.batch) for n in (call.heads, call.kv_heads))
     places = params.places
     blocks = places // size
-    cluster = variant.tile.cluster
-    grid = min(gpu.sms // cluster, tiles.most_tiles(call, variant)) * cluster
-    own_blocks = params.own_blocks * rows_of_heads if variant.own_dq and variant.want_q else 0
-    bad_blocks = params.bad_blocks * rows_of_keys if own_blocks and hides else 0
+    alone = variant.own_dq and variant.want_q
+    bad_blocks = params.bad_blocks * rows_of_keys if alone and hides else 0
+
+    launches: list[tuple[driver.Kernel, int, int]] = []  # blocks and threads of each, in turn
+
+    def then(name: str, blocks: int, threads: int, shared: int = 0) -> None:
+        if blocks:
+            launches.append((driver.Kernel(code, name, shared, early=True), blocks, threads))
+
+    then("rows", blocks, 256)
+    if variant.tile.wide:
+        then("keys", bad_blocks, 128)
+        cluster = variant.tile.cluster
+        blocks_of = {"q": params.own_blocks * rows_of_heads, "k": params.key_blocks * rows_of_keys}
+        for name, kernel in wide.KERNELS.items():
+            if getattr(variant, f"want_{name}"):
+                then(kernel, blocks_of.get(name, blocks_of["k"]) * cluster, THREADS, wide.rings(variant, name).shared)
+    else:
+        then("order", -(-call.batch // 128) if call.varlen else 0, 128)
+        if variant.adds_dq or variant.want_k or variant.want_v:
+            cluster = variant.tile.cluster
+            grid = min(gpu.sms // cluster, tiles.most_tiles(call, variant)) * cluster
+            then("backward", grid, THREADS, variant.shared)
+        then("keys", bad_blocks, 128)
+        if alone:
+            then("gradient_of_queries", params.own_blocks * rows_of_heads, THREADS, variant.own_shared)
+        elif variant.adds_dq:
+            then("queries", blocks, 2 * size)
     block = ParameterBlock(params)
     address, write_maps = block.address, block.writer("q", MAPS)
     write_gradient_maps = block.writer("dk_rows", GRADIENT_MAPS)
@@ -94,6 +112,7 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
     lock = threading.Lock()
     mapped, known, known_gradients = (0, 0, 0, 0), driver.Kept(), driver.Kept()
     outputs = [output(x, call.varlen) if name in wanted else None for name, x in zip("qkv", tensors[:3], strict=True)]
+    ranks = call.varlen and not variant.tile.wide  # sequences of a ragged batch, by length
     # Level, delta and a note for each block. dQ's own memory has them where `queries` writes all of it in the end.
     noted = 2 * places + blocks
     in_dq = variant.adds_dq and not call.varlen and 2 * noted <= call.total_q * call.heads * call.head_dim
@@ -114,7 +133,7 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
         sums = lse.new_empty(blocks * variant.sums) if variant.adds_dq else None
         bad = lse.new_empty(2 * bad_blocks, dtype=torch.int64) if bad_blocks else None
         row_delta = torch.zeros_like(lse) if "sinks" in wanted else None
-        ordered = lse.new_empty(2 * call.batch + 1, dtype=torch.int32) if call.varlen else None
+        ordered = lse.new_empty(2 * call.batch + 1, dtype=torch.int32) if ranks else None
         slopes = None if slopes is None else slopes.to(torch.float32).contiguous()
         stream = torch._C._cuda_getCurrentRawStream(device)
         count = counters(device, stream)
@@ -123,7 +142,7 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
             if mapped != pointers:
                 found = known.get(pointers)
                 if found is None:
-                    rows_of = (size // cluster, variant.key_box, variant.key_box, size // cluster)
+                    rows_of = (variant.query_box, variant.key_box, variant.key_box, variant.query_box)
                     maps = (boxes(x, n, call.dtype) for x, n in zip((q, k, v, grad_out), rows_of, strict=True))
                     found = known[pointers] = b"".join(maps)
                 write_maps(found)
@@ -143,17 +162,8 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
             )  # fmt: skip
             scale = softmax_scale / softcap if softcap else softmax_scale * LOG2E
             write_scales(scale, softcap * LOG2E, softmax_scale)
-            rows.launch(blocks, 256, stream, address)
-            if order_blocks:
-                order.launch(order_blocks, 128, stream, address)
-            if make_dkdv:
-                main.launch(grid, THREADS, stream, address)
-            if bad_blocks:
-                look.launch(bad_blocks, 128, stream, address)
-            if own_blocks:
-                after.launch(own_blocks, THREADS, stream, address)
-            elif variant.adds_dq:
-                after.launch(blocks, 2 * size, stream, address)
+            for kernel, grid, threads in launches:
+                kernel.launch(grid, threads, stream, address)
         dsinks = None
         if row_delta is not None and sinks is not None:
             blind = sunk.unseeing(lse, cu_q)
@@ -189,6 +199,9 @@ def described(
     three = ctypes.c_int64 * 3
     grad_lse = (0, 0, 0) if given.grad_lse is None else (0, *given.grad_lse.stride())[-3:]
     left, right = (FAR if side < 0 else min(side, FAR) for side in call.band)
+    cluster = variant.tile.cluster
+    own_rows = wide.ROWS * cluster if variant.tile.wide else OWN_QUERIES
+    key_rows = variant.tile.keys * cluster
     section = heads_together(call.batch * call.kv_heads, call.walked_bytes, SECTION_BYTES)
     return Params(
         q_strides=three(*strides_of(q)[:3]), k_strides=three(*strides_of(k)[:3]), v_strides=three(*strides_of(v)[:3]),
@@ -202,9 +215,9 @@ def described(
         seq_q=call.seq_q, seq_k=call.seq_k, total_q=call.total_q,
         total_k_rows=call.total_k if call.varlen else call.seq_k, left=left, right=right,
         blocks=cut(call.seq_q, call.total_q, variant.tile.queries), places=tiles.places(call, variant.tile.queries),
-        own_blocks=cut(call.seq_q, call.total_q, OWN_QUERIES),
+        own_blocks=cut(call.seq_q, call.total_q, own_rows),
         bad_blocks=cut(call.seq_k, call.total_k, OWN_KEYS),
-        key_blocks=-(-call.seq_k // (variant.tile.keys * variant.tile.cluster)),
+        key_blocks=cut(call.seq_k, call.total_k, key_rows),
         tiles=0 if call.varlen else tiles.most_tiles(call, variant),
         section=section, has_sinks=call.sinks,
     )  # fmt: skip

@@ -59,7 +59,7 @@ class BackwardReport:
 
 def build(variant: BackwardVariant) -> BackwardReport:
     """Compiles one variant with NVRTC, or finds it in the disk cache. Needs no GPU."""
-    made = nvrtc.compiled("backward.cu", source.main_file(), source.headers(variant))
+    made = nvrtc.compiled(*source.program(variant))
     used = resources(made.cubin, variant.shared, entry="backward")
     own = resources(made.cubin, variant.own_shared, entry="gradient_of_queries") if variant.own_dq else None
     return BackwardReport(variant, used, own, *spilled(made.log, "backward"), warnings(made.log))

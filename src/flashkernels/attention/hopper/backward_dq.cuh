@@ -5,6 +5,7 @@
 // K and V pass by in blocks of 64 keys. A warpgroup issues S and dP of a block behind dQ of the one before, computes
 // exponentials under dP, and dS is the operand of dQ += dS·K in registers. Rows are rows here, as in the forward.
 #pragma once
+#include "backward_keys.cuh"
 #include "backward_tile.cuh"
 
 namespace own {
@@ -59,14 +60,6 @@ DEVICE Place place_of(const Params& p) {
   return x;
 }
 
-// Bits of the keys of a block whose K has a NaN or Inf, and whether K or V has one.
-struct Bad { u64 keys, any; };
-
-DEVICE int first_bad(const Params& p, const Place& x) {
-  const int head = x.head / p.group;
-  return VARLEN ? head * p.bad_blocks + x.k_row / 64 + x.batch : (x.batch * p.kv_heads + head) * p.bad_blocks;
-}
-
 DEVICE void produce(const Params& p, const Place& x, u32 smem, int lane) {
   mbarrier::Ring<OWN_K_STAGES> k(1);
   mbarrier::Ring<OWN_V_STAGES> v(1);
@@ -94,13 +87,10 @@ DEVICE void produce(const Params& p, const Place& x, u32 smem, int lane) {
     if (!dirty) return;
     mbarrier::wait(barrier, raw_phase);
     raw_phase ^= 1;
-#pragma unroll 1
-    for (int at = lane * 16; at < chunks * 64 * ROW; at += 512) store_shared(to + at, finite(load_shared(to + at)));
-    publish_shared();
-    __syncwarp();
+    make_finite(to, chunks * 64 * ROW, lane);
     if (lane == 0) mbarrier::arrive(full);
   };
-  const Bad* bad = (const Bad*)p.bad_keys + (HIDES ? first_bad(p, x) : 0);
+  const Bad* bad = (const Bad*)p.bad_keys + (HIDES ? first_bad(p, x.batch, head, x.k_row) : 0);
 #pragma unroll 1
   for (int n = x.first; n < x.end; n++) {
     const int row = x.k_row + n * 64;
@@ -300,41 +290,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gradient_of_queries(con
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
     own::Consumer(p, x, smem, warpgroup - 1, warp, lane).run();
-  }
-}
-
-// Which keys have a NaN or Inf: one block of 128 threads for 64 keys of one key head, two threads a key.
-extern "C" __global__ void __launch_bounds__(128) keys(const __grid_constant__ Params p) {
-  wait_for_previous();
-  if (!HIDES) return;
-  __shared__ u32 halves[4];
-  const int row = blockIdx.x / p.bad_blocks, key = threadIdx.x / 2;
-  int at = blockIdx.x % p.bad_blocks, batch = row / p.kv_heads, head = row % p.kv_heads, k_row = 0;
-  if (VARLEN) {
-    batch = last_sequence(p.cu_k, p.batch, at, 64);
-    head = row;
-    k_row = p.cu_k[batch];
-    at -= k_row / 64 + batch;
-  }
-  const i64 k_at = k_row + at * 64 + key;
-  u32 bad_k = 0, bad_v = 0;
-  if (k_at < p.total_k_rows) {  // also rows of the next sequence
-    const u16* k = (const u16*)p.k_data + batch * p.k_strides.batch + head * p.k_strides.head + k_at * p.k_strides.seq;
-    const u16* v = (const u16*)p.v_data + batch * p.v_strides.batch + head * p.v_strides.head + k_at * p.v_strides.seq;
-    for (int c = threadIdx.x % 2; c < D / 8; c += 2) bad_k |= has_bad(__ldg((const uint4*)k + c));
-    for (int c = threadIdx.x % 2; c < DV / 8; c += 2) bad_v |= has_bad(__ldg((const uint4*)v + c));
-  }
-  bad_k |= __shfl_xor_sync(~0u, bad_k, 1);
-  // lane l has key l / 2 of this warp's 16: the even lanes' votes, closed up
-  u32 votes = __ballot_sync(~0u, bad_k) & 0x55555555u;
-  votes = (votes | votes >> 1) & 0x33333333u;
-  votes = (votes | votes >> 2) & 0x0f0f0f0fu;
-  votes = (votes | votes >> 4) & 0x00ff00ffu;
-  votes = (votes | votes >> 8) & 0x0000ffffu;
-  if (threadIdx.x % 32 == 0) halves[threadIdx.x / 32] = votes;
-  const int any = __syncthreads_or(bad_k | bad_v);
-  if (threadIdx.x == 0) {
-    const u64 low = halves[0] | halves[1] << 16, high = halves[2] | halves[3] << 16;
-    ((own::Bad*)p.bad_keys)[blockIdx.x] = {low | high << 32, (u64)(any != 0)};
   }
 }

@@ -1,6 +1,7 @@
 // Before the backward itself: what it wants to know of each query row.
 #pragma once
-#include "backward_schedule.cuh"
+#include "backward_finite.cuh"
+#include "backward_places.cuh"
 
 DEVICE float low(u32 pair) {
   if (!FP16) return __uint_as_float(pair << 16);
@@ -14,19 +15,6 @@ DEVICE float high(u32 pair) {
   asm("{.reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, b;}" : "=f"(y) : "r"(pair));
   return y;
 }
-
-// Two elements, with 0 for a NaN or an Inf.
-DEVICE u32 finite(u32 pair) {
-  constexpr u32 EXPONENT = FP16 ? 0x7c00u : 0x7f80u;
-  if ((pair & EXPONENT) == EXPONENT) pair &= 0xffff0000u;
-  if ((pair >> 16 & EXPONENT) == EXPONENT) pair &= 0x0000ffffu;
-  return pair;
-}
-DEVICE uint4 finite(uint4 x) { return {finite(x.x), finite(x.y), finite(x.z), finite(x.w)}; }
-// Whether there is one: a full exponent and 1 carry into the sign.
-DEVICE u32 carries(u32 pair) { return FP16 ? (pair & 0x7c007c00u) + 0x04000400u : (pair & 0x7f807f80u) + 0x00800080u; }
-DEVICE bool has_bad(uint4 x) { return (carries(x.x) | carries(x.y) | carries(x.z) | carries(x.w)) & 0x80008000u; }
-DEVICE bool is_finite(float x) { return x - x == 0.f; }
 
 DEVICE float dot(u32 x, u32 y) { return fmaf(low(x), low(y), high(x) * high(y)); }
 DEVICE float dot(uint4 x, uint4 y) { return dot(x.x, y.x) + dot(x.y, y.y) + dot(x.z, y.z) + dot(x.w, y.w); }
@@ -104,12 +92,17 @@ extern "C" __global__ void __launch_bounds__(256) rows(const __grid_constant__ P
     if (r >= BLOCK) break;  // a whole warp's rows
     float delta = 0.f;
     const bool loaded = VARLEN ? row + r < p.total_q : r < b.rows;  // also rows of the next sequence
-    if (loaded && lane < DV / 8) {
-      const uint4 y = __ldg((const uint4*)(grad + (row + r) * p.grad_out_strides.seq));
-      if (HIDES) bad |= has_bad(y);
-      if (r < b.rows) delta = dot(__ldg((const uint4*)(out + (row + r) * p.out_strides.seq)), y);
-    }
-    if (look_at_q && loaded && lane < D / 8) bad |= has_bad(__ldg((const uint4*)(q + (row + r) * p.q_strides.seq)));
+#pragma unroll
+    for (int c = 0; c < DV; c += 8 * LANES)
+      if (loaded && c / 8 + lane < DV / 8) {
+        const uint4 y = __ldg((const uint4*)(grad + (row + r) * p.grad_out_strides.seq + c));
+        if (HIDES) bad |= has_bad(y);
+        if (r < b.rows) delta += dot(__ldg((const uint4*)(out + (row + r) * p.out_strides.seq + c)), y);
+      }
+#pragma unroll
+    for (int c = 0; c < D; c += 8 * LANES)
+      if (look_at_q && loaded && c / 8 + lane < D / 8)
+        bad |= has_bad(__ldg((const uint4*)(q + (row + r) * p.q_strides.seq + c)));
 #pragma unroll
     for (int step = LANES / 2; step; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
     if (lane) continue;

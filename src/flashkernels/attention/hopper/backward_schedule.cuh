@@ -1,7 +1,8 @@
 // Which tile a block works on next, and which query blocks that tile has to look at. A tile is KEYS keys of one key
 // head.
 #pragma once
-#include "backward_params.cuh"
+#include "backward_layout.cuh"
+#include "backward_places.cuh"
 #include "work.cuh"
 
 // Tile t. Under a causal mask the first keys are seen by the most queries: heavy tiles come first. Heads are taken in
@@ -56,30 +57,6 @@ DEVICE Queries queries_of(const Params& p, const Work& w) {
   const int rows = max(1, ceil_div(end - first, BLOCK)) * BLOCK;
   first = min(first, round_up(w.seq_q, BLOCK) - rows);
   return {first, first + rows};
-}
-
-// The place of this query head's first row in `level`, `delta` and `sums`; a multiple of BLOCK. A sequence of a ragged
-// batch starts at a place that leaves room for the ragged ends of those before it.
-DEVICE int first_place(const Params& p, int batch, int q_row, int head) {
-  return (VARLEN ? head * p.blocks + q_row / BLOCK + batch : (batch * p.heads + head) * p.blocks) * BLOCK;
-}
-
-// The sums of dQ from a place on, a multiple of 16: [16 queries][8 columns][lane][4]. Of dQ on its side each part of 16
-// columns is apart, [8 queries][lane][4]: so the rows of any block follow one another.
-DEVICE float* sums_at(const Params& p, int place, int part) {
-  return p.sums + (TALL ? ((i64)part * p.places + place) * 16 : (i64)place * D);
-}
-
-// Blocks of `size` rows of a ragged batch: sequence b starts at block starts[b] / size + b. The last one that starts at
-// or before this block.
-DEVICE int last_sequence(const int* starts, int count, int block, int size) {
-  int low = 0;
-  while (count > 1) {
-    const int half = count / 2;
-    if (starts[low + half] / size + low + half <= block) low += half, count -= half;
-    else count = half;
-  }
-  return low;
 }
 
 // Ragged batches: the order of the sequences, by length, made on the device so that the host never waits for it.

@@ -5,17 +5,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from flashkernels.attention.hopper import backward_wide_source as wide
 from flashkernels.attention.hopper.source import SHARED_LIMIT as SHARED_LIMIT
 from flashkernels.jit.headers import constants, texts
 
 HEADERS = (
-    "prelude", "counter", "mbarrier", "tma", "stores", "wgmma", "backward_params", "work", "backward_schedule",
-    "backward_rows", "backward_queries", "backward_tile", "backward_split", "backward_tall", "backward_pair",
-    "backward_dq",
+    "prelude", "counter", "mbarrier", "tma", "stores", "wgmma", "work", "backward_params", "backward_layout",
+    "backward_places", "backward_schedule", "backward_finite", "backward_rows", "backward_keys", "backward_queries",
+    "backward_tile", "backward_split", "backward_tall", "backward_pair", "backward_dq",
+)  # fmt: skip
+WIDE_HEADERS = (
+    "prelude", "mbarrier", "tma", "stores", "wgmma", "backward_params", "backward_places", "backward_finite",
+    "backward_rows", "backward_keys", "backward_queries", "backward_wide_place", "backward_wide_layout",
 )  # fmt: skip
 THREADS = 384
 OWN_QUERIES, OWN_KEYS = 128, 64  # of a block, in the kernel that makes dQ alone
@@ -39,15 +45,16 @@ class BackwardTile:
     staged: bool = False  # not paired: dQ goes through shared memory, and the copy engine adds it
     sends: bool = False  # staged: so do dK and dV, and it writes them
     late_look: bool = False  # not paired: NaN in K and V are looked for behind a tile's first products
-    cluster: int = 1  # blocks with neighbouring keys that share their loads of Q and dO: not under a mask
+    cluster: int = 1  # blocks with neighbouring keys that share their loads of Q and dO: not under a mask, unless wide
+    wide: bool = False  # 64 queries or keys a block, and a kernel for each gradient: heads over 256
 
     @property
     def keys(self) -> int:
-        return 64 if self.paired else 128
+        return 64 if self.paired or self.wide else 128
 
     @property
     def tall(self) -> bool:
-        return self.queries > 64
+        return self.queries > 64 and not self.wide
 
     @property
     def name(self) -> str:
@@ -57,7 +64,8 @@ class BackwardTile:
             (f"cluster{self.cluster}", self.cluster > 1),
         )  # fmt: skip
         kind = "paired" if self.paired else f"tall{self.queries}" if self.tall else "split"
-        return "-".join((kind, f"q{self.q_stages}", *(name for name, on in flags if on)))
+        kinds = ("wide",) if self.wide else (kind, f"q{self.q_stages}")
+        return "-".join((*kinds, *(name for name, on in flags if on)))
 
 
 @dataclass(frozen=True)
@@ -108,7 +116,12 @@ class BackwardVariant:
     @property
     def key_box(self) -> int:
         """Keys that one load of K or V brings."""
-        return 64 if self.own_dq else self.tile.keys
+        return wide.BOX if self.tile.wide else 64 if self.own_dq else self.tile.keys
+
+    @property
+    def query_box(self) -> int:
+        """Queries that one load of Q or dO brings: of a cluster's block, each loads a part."""
+        return wide.BOX if self.tile.wide else self.tile.queries // self.tile.cluster
 
     @property
     def own_stages(self) -> tuple[int, int]:
@@ -150,6 +163,8 @@ class BackwardVariant:
 def config(variant: BackwardVariant) -> str:
     """`config.cuh`: the variant as constants."""
     v, tile = variant, variant.tile
+    if tile.wide:
+        return _wide_config(v)
     numbers = {
         "D": v.head_dim, "DV": v.head_dim_v, "BLOCK": tile.queries, "KEYS": tile.keys, "Q_STAGES": tile.q_stages,
         "CLUSTER": tile.cluster, "DQ_COLUMNS": v.dq_columns, "DQ_FIRST": v.dq_first,
@@ -171,21 +186,43 @@ def config(variant: BackwardVariant) -> str:
     )  # fmt: skip
 
 
+def _wide_config(v: BackwardVariant) -> str:
+    numbers = {
+        "D": v.head_dim, "DV": v.head_dim_v, "BLOCK": v.tile.queries, "CLUSTER": v.tile.cluster,
+        "RELEASES": 32 if v.every_lane else 1, **wide.numbers(v),
+    }  # fmt: skip
+    numbers["PRODUCER_REGISTERS"], numbers["CONSUMER_REGISTERS"] = REGISTERS
+    flags = {
+        "FP16": v.fp16, "FP8": False, "LEFT": v.left, "RIGHT": v.right, "SOFTCAP": v.softcap, "ALIBI": v.alibi,
+        "VARLEN": v.varlen, "WANT_Q": False, "TALL": False,
+    }  # fmt: skip
+    return constants(numbers, flags, f"#define CLUSTERED {int(v.tile.cluster > 1)}")
+
+
 def mma(variant: BackwardVariant) -> str:
     """`mma.cuh`: wgmma for this variant's exact sizes. N may be any multiple of 8, so a head of 72 costs 72 in dK."""
     kind = "f16" if variant.fp16 else "bf16"
     # Name, N, A in registers, and which operands are reduced along their columns.
     block, turned = variant.tile.queries, variant.tile.tall
+    if variant.tile.wide:
+        return _wrappers(kind, wide.products(variant))
     products = [
         ("mma_scores", block, False, ""), ("mma_scores_registers", block, True, ""),
         ("mma_dk", variant.head_dim, True, "b"), ("mma_dv", variant.head_dim_v, True, "b"),
         ("mma_own_dq", variant.head_dim, True, "b"),
         *(("mma_dq", n, False, "a" if turned else "b") for n in sorted({variant.dq_first, variant.dq_columns} - {0})),
     ]  # fmt: skip
+    return _wrappers(kind, [
+        (*product, first)
+        for product in products
+        for first in ((False,) if product[0] in ("mma_dk", "mma_dv", "mma_own_dq") else (True, False))
+    ])  # fmt: skip
+
+
+def _wrappers(kind: str, products: Iterable[tuple[str, int, bool, str, bool]]) -> str:
     return '#pragma once\n#include "prelude.cuh"\n' + "\n".join(
         _wrapper(name, n, kind, registers=registers, by_column=by_column, first=first)
-        for name, n, registers, by_column in products
-        for first in ((False,) if name in ("mma_dk", "mma_dv", "mma_own_dq") else (True, False))
+        for name, n, registers, by_column, first in products
     )
 
 
@@ -221,12 +258,16 @@ DEVICE void {name}{"_first" if first else ""}(float (&d)[{count}], {declared}, u
 @cache
 def files() -> dict[str, str]:
     """The headers of this folder, by the names that they include one another with."""
-    return texts(Path(__file__).parent, HEADERS)
+    return texts(Path(__file__).parent, dict.fromkeys((*HEADERS, *WIDE_HEADERS)))
 
 
 def headers(variant: BackwardVariant) -> dict[str, str]:
-    return {**files(), "config.cuh": config(variant), "mma.cuh": mma(variant)}
+    names = WIDE_HEADERS if variant.tile.wide else HEADERS
+    mine = {f"{name}.cuh": files()[f"{name}.cuh"] for name in names}
+    return {**mine, "config.cuh": config(variant), "mma.cuh": mma(variant)}
 
 
-def main_file() -> str:
-    return (Path(__file__).parent / "backward.cu").read_text()
+def program(variant: BackwardVariant) -> tuple[str, str, dict[str, str]]:
+    """Name, text and headers of the variant's program."""
+    name = "backward_wide.cu" if variant.tile.wide else "backward.cu"
+    return name, (Path(__file__).parent / name).read_text(), headers(variant)

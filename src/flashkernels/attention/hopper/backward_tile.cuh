@@ -5,26 +5,12 @@
 // of key e / 2 and query 8j + e % 2, counted from the query 2 * (lane % 4) of the block.
 #pragma once
 #include "backward_queries.cuh"
+#include "backward_schedule.cuh"
 #include "wgmma.cuh"
 
 constexpr int SCORES = BLOCK / 2;  // of a thread
 constexpr int WORDS = BLOCK / 4;   // registers of P or dS, 16 bits an element
 constexpr int TURN = SHARES_DQ ? 1 : 2;  // blocks; of one of them, this warpgroup makes dQ, all or a part
-
-DEVICE uint4 load_shared(u32 at) {
-  uint4 x;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory");
-  return x;
-}
-DEVICE void store_shared(u32 at, uint4 x) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
-}
-DEVICE float2 load_pair(u32 at) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at) : "memory");
-  return x;
-}
 
 // `lowest` of keys that the walk hides from all queries: not there, or with a NaN or Inf; and of such that one sees.
 constexpr int HIDDEN = 1 << 30, HARMED = HIDDEN + 1;

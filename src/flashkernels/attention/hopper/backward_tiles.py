@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flashkernels.attention.hopper.backward_source import SHARED_LIMIT as SHARED_LIMIT, BackwardTile, BackwardVariant
+from flashkernels.attention.hopper.backward_wide_source import QUERIES as WIDE_QUERIES, WIDEST
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.hardware import Gpu
 
@@ -19,8 +20,8 @@ def rejects(problem: BackwardProblem, gpu: Gpu | None) -> str | None:
     for name, dim in (("head_dim", call.head_dim), ("head_dim of v", call.head_dim_v)):
         if dim % 8:
             return f"{name}={dim} is not a multiple of 8: TMA cannot address its rows"
-        if not 16 <= dim <= 256:
-            return f"{name}={dim} is not in 16 to 256"
+        if not 16 <= dim <= WIDEST:
+            return f"{name}={dim} is not in 16 to {WIDEST}"
     if call.mask or "mask" in problem.wanted:
         return "takes no mask tensor"
     if call.page_size:
@@ -68,7 +69,8 @@ def choose(problem: BackwardProblem) -> BackwardVariant:
     tile = tile_of(call, problem.deterministic)
     return BackwardVariant(
         call.head_dim, call.head_dim_v, tile, fp16=call.dtype == "fp16", left=left, right=right,
-        softcap=call.softcap, alibi=call.alibi, varlen=call.varlen, own_dq=problem.deterministic or tile.paired,
+        softcap=call.softcap, alibi=call.alibi, varlen=call.varlen,
+        own_dq=problem.deterministic or tile.paired or tile.wide,
         want_q="q" in wanted, want_k="k" in wanted, want_v="v" in wanted,
     )  # fmt: skip
 
@@ -81,7 +83,7 @@ def tile_of(call: AttentionProblem, deterministic: bool = False) -> BackwardTile
     )  # fmt: skip
 
 
-MOST_QUERIES = 112  # of a block, in any tile
+MOST_QUERIES = 128  # of a block, in any tile
 # Of a consumer thread's 240 registers, what operands and accumulators may take: with more, ptxas spills or serialises.
 # More than a causal mask takes more for itself.
 OPERANDS, CROWDED = 208, 204
@@ -104,6 +106,8 @@ def by_dimension(
     slower.
     """
     wide = max(dim, dim_v)
+    if wide > 256:
+        return BackwardTile(wide=True, queries=WIDE_QUERIES, cluster=2)
     if softcap or wide > 128:
         return BackwardTile(paired=True, q_stages=2)
     hides, crowded = left or right or varlen, left or alibi or varlen

@@ -3,19 +3,13 @@
 #pragma once
 #include "counter.cuh"
 #include "mbarrier.cuh"
+#include "tma.cuh"
 
 // One tile. `id` < 0: there is none left.
 struct Work {
   int block, head, batch, id;
   int q_row, seq_q, k_row, seq_k;  // of its sequence
 };
-
-// Which block of its cluster this is.
-DEVICE u32 cluster_rank() {
-  u32 rank = 0;
-  if (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
 
 DEVICE int total_tiles(const Params& p) { return VARLEN ? p.order[p.batch] : p.tiles; }
 
