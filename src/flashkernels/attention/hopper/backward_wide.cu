@@ -187,6 +187,12 @@ template <int OF> struct Consumer {
 
   // --- matrix products: a group of wgmmas for each slot
 
+  // The same number, of which ptxas does not know that: it would keep an address for each step of a loop, and spill them.
+  DEVICE static u32 anew(u32 x) {
+    asm volatile("" : "+r"(x));
+    return x;
+  }
+
   // Slots go back in order, when all but RUNNING groups are complete; `count` of them are.
   template <int RUNNING> DEVICE void retire(int count = 1) {
     wgmma::wait<RUNNING>();
@@ -200,11 +206,11 @@ template <int OF> struct Consumer {
 #pragma unroll
     for (int i = 0; i < SLOTS; i++) {
       await_slot();
-      const u32 columns = slot_rows + ring.stage * (L::SLOT >> 4);
+      const u32 from = anew(rows), columns = slot_rows + ring.stage * (L::SLOT >> 4);
       wgmma::fence();
 #pragma unroll
       for (int k = 0; k < min(4 * L::GRAIN, STEPS - 4 * L::GRAIN * i); k++) {
-        const u64 a = wgmma::descriptor(rows + (column_step(4 * L::GRAIN * i + k, 64) >> 4), ROW);
+        const u64 a = wgmma::descriptor(from + (column_step(4 * L::GRAIN * i + k, 64) >> 4), ROW);
         const u64 b = wgmma::descriptor(columns + (column_step(k, 64) >> 4), ROW);
         if (i + k == 0) mma_scores_first(to, a, b);
         else mma_scores(to, a, b);
@@ -227,7 +233,7 @@ template <int OF> struct Consumer {
 #pragma unroll
     for (int i = 0; i < 2 * L::SUM_SLOTS; i++) {
       await_slot();
-      const u32 w = weights + ((i < L::SUM_SLOTS ? share : 1 - share) * CHUNK >> 4);
+      const u32 w = anew(weights + ((i < L::SUM_SLOTS ? share : 1 - share) * CHUNK >> 4));
       const u32 columns = slot_columns + ring.stage * (L::SLOT >> 4);
       wgmma::fence();
 #pragma unroll
