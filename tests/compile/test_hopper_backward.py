@@ -11,8 +11,9 @@ from hypothesis import given, strategies as st
 
 from flashkernels.attention.hopper import backward_build as build, backward_source as source, backward_tiles as tiles
 from flashkernels.attention.hopper.backward import Params
-from flashkernels.attention.hopper.backward_build import DIMS, LOGITS, VARIANTS, label, variant
+from flashkernels.attention.hopper.backward_build import DIMS, LOGITS, VARIANTS, WIDE, WIDE_VARIANTS, label, variant
 from flashkernels.attention.hopper.backward_source import BackwardVariant
+from flashkernels.attention.hopper.backward_wide_source import CHUNK, QUERIES, rings
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.hardware import lookup
 from flashkernels.jit import nvrtc
@@ -33,6 +34,9 @@ SAMPLE = (
     *(one for one in VARIANTS if one.tile.cluster > 1 and one.head_dim in (64, 128)),
     *(one for one in VARIANTS if one.tile.late_look and one.head_dim in (96, 128)),
     replace(variant(256, right=True), own_dq=False),
+    variant(512),
+    variant(328, 512, right=True),
+    variant(512, varlen=True, softcap=True, fp16=True, **LOGITS),
 )
 RARE = 24  # registers stored or loaded in a pass of the loop, where every feature of the logits comes together
 
@@ -61,6 +65,13 @@ def products(one: BackwardVariant) -> int:
     return (1 + steps) * (s + dv + dp + dk) + (1 + with_dq) * dq + again
 
 
+def wide_products(one: BackwardVariant) -> dict[str, int]:
+    """The same of each kernel of wide heads: a first step and a loop make weights, the loop and the end sum up."""
+    s, dp = depth(one.head_dim), depth(one.head_dim_v)
+    each = {"queries": s + dp, "keys": s + dp, "values": s}
+    return {f"gradient_of_{name}": 2 * (scores + QUERIES // 16) for name, scores in each.items()}
+
+
 def walks(sass: str) -> list[list[str]]:
     """The loops over query blocks: those with matrix instructions that have no other such loop inside."""
     found = [set(body) for body in loops(sass) if matrix(body)]
@@ -70,13 +81,15 @@ def walks(sass: str) -> list[list[str]]:
 
 @pytest.mark.parametrize(
     "one",
-    [variant(64), variant(128, varlen=True, **LOGITS), variant(72, right=True, deterministic=True)],
+    [variant(64), variant(128, varlen=True, **LOGITS), variant(72, right=True, deterministic=True), variant(320)],
     ids=label,
 )
 def test_every_kernel_waits_for_the_one_ahead_before_it_touches_memory(one: BackwardVariant) -> None:
     """All are launched early. ACQBULK is the wait."""
-    cubin = build.build(one).resources.cubin
-    for entry in ("rows", "order", "backward", "queries", *(("keys", "gradient_of_queries") if one.own_dq else ())):
+    made = build.build(one).kernels
+    cubin = next(iter(made.values())).cubin
+    others = ("rows", *(() if one.tile.wide else ("order", "queries")), *(("keys",) if one.own_dq else ()))
+    for entry in (*others, *made):
         sass = resources(cubin, 0, entry=entry).sass
         order = re.findall(r"ACQBULK|\b(?:LDG|STG|ATOMG|REDG|UTMALDG|UTMASTG|UTMAREDG|UBLKCP|UBLKRED)\b", sass)
         assert order.count("ACQBULK") == 1 and order[0] == "ACQBULK", entry
@@ -86,19 +99,28 @@ def test_every_kernel_waits_for_the_one_ahead_before_it_touches_memory(one: Back
 def test_a_variant_is_compiled_as_it_should_be(one: BackwardVariant) -> None:
     made = build.build(one)
     assert made.faults == []
-    assert made.resources.shared == one.shared <= tiles.SHARED_LIMIT == 232448
-    assert made.resources.count("HGMMA") == products(one)
-    walk = walks(made.resources.sass)
-    assert walk and max(len(spills(body)) for body in walk) <= (RARE if one.left and one.varlen else 0)
-    if made.own is not None:  # a first step, and in the loop one with a mask and one without
-        assert made.own.shared == one.own_shared
-        assert made.own.count("HGMMA") == 3 * (depth(one.head_dim) + depth(one.head_dim_v) + 4)
-        assert made.own.spills <= 8 and all(not spills(body) for body in walks(made.own.sass))
+    assert {name: kernel.shared for name, kernel in made.kernels.items()} == one.kernels
+    assert max(one.kernels.values()) <= tiles.SHARED_LIMIT == 232448
+    found = {name: kernel.count("HGMMA") for name, kernel in made.kernels.items()}
+    most = RARE if one.left and one.varlen else 0
+    if one.tile.wide:
+        assert found == wide_products(one)
+        for kernel in made.kernels.values():
+            (walk,) = walks(kernel.sass)
+            assert len(spills(walk)) <= most and sum("R2UR" in line for line in walk) <= 2
+        return
+    assert found.pop("backward") == products(one)
+    walk = walks(made.kernels["backward"].sass)
+    assert walk and max(len(spills(body)) for body in walk) <= most
+    if one.own_dq:  # a first step, and in the loop one with a mask and one without
+        own = made.kernels["gradient_of_queries"]
+        assert found == {"gradient_of_queries": 3 * (depth(one.head_dim) + depth(one.head_dim_v) + 4)}
+        assert own.spills <= 8 and all(not spills(body) for body in walks(own.sass))
 
 
 @pytest.mark.slow
 def test_every_variant() -> None:
-    faults = {label(one): build.build(one).faults for one in VARIANTS}
+    faults = {label(one): build.build(one).faults for one in VARIANTS + WIDE_VARIANTS}
     assert {name: found for name, found in faults.items() if found} == {}
 
 
@@ -113,14 +135,31 @@ def test_the_gate_sees_serialised_wgmma(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_list_is_distinct_and_has_every_flag_and_size() -> None:
-    assert len(VARIANTS) == len({*VARIANTS}) == len({label(one) for one in VARIANTS}) <= 150
-    for flag in ("fp16", "left", "right", "softcap", "alibi", "varlen", "own_dq", "want_q", "want_k", "want_v"):
+    everything = VARIANTS + WIDE_VARIANTS
+    assert len(VARIANTS) <= 150 and len(everything) == len({label(one) for one in everything})
+    for flag in ("fp16", "left", "right", "softcap", "alibi", "varlen"):
+        for some in (VARIANTS, WIDE_VARIANTS):
+            assert {getattr(one, flag) for one in some} == {False, True}, flag
+    for flag in ("own_dq", "want_q", "want_k", "want_v"):
         assert {getattr(one, flag) for one in VARIANTS} == {False, True}, flag
     for flag in ("paired", "halves", "kv_in_registers", "separate", "tall", "staged", "sends", "late_look"):
         assert {getattr(one.tile, flag) for one in VARIANTS} == {False, True}, flag
     assert {one.tile.cluster for one in VARIANTS} == {1, 2}
+    assert {one.tile.cluster for one in WIDE_VARIANTS} == {2} and all(one.tile.wide for one in WIDE_VARIANTS)
     assert {one.head_dim for one in VARIANTS} == {*range(16, 257, 8)}
-    assert all(one.shared <= tiles.SHARED_LIMIT for one in VARIANTS)
+    assert {one.head_dim for one in WIDE_VARIANTS} > {*WIDE}
+    assert all(max(one.kernels.values()) <= tiles.SHARED_LIMIT for one in everything)
+
+
+@pytest.mark.parametrize("dims", [(512, 512), (264, 16), (16, 264)], ids=str)
+def test_wide_heads_take_all_the_shared_memory_that_helps(dims: tuple[int, int]) -> None:
+    """One slot more would not fit, or would let statistics be overwritten early."""
+    one = variant(*dims)
+    for name in "qkv":
+        grain, stages, shared = rings(one, name)
+        slot = 2 * (CHUNK * grain + 3 * 8)
+        assert stages * grain == 8 or shared + slot > tiles.SHARED_LIMIT >= shared
+        assert grain == 2 or stages <= 5
 
 
 # The parameters: Python and C++ lay out the same struct
@@ -146,8 +185,8 @@ CALL = AttentionProblem(batch=2, seq_q=64, seq_k=64, heads=4, kv_heads=2, head_d
     ("call", "options", "reason"),
     [
         ({"head_dim": 20}, {}, "head_dim=20 is not a multiple of 8: TMA cannot address its rows"),
-        ({"head_dim_v": 264}, {}, "head_dim of v=264 is not in 16 to 256"),
-        ({"head_dim": 8}, {}, "head_dim=8 is not in 16 to 256"),
+        ({"head_dim_v": 520}, {}, "head_dim of v=520 is not in 16 to 512"),
+        ({"head_dim": 8}, {}, "head_dim=8 is not in 16 to 512"),
         ({"dtype": "fp32"}, {}, "has no fp32 kernel"),
         ({"mask": "bool"}, {}, "takes no mask tensor"),
         ({"dropout_p": 0.1}, {}, "has no dropout"),
@@ -156,7 +195,7 @@ CALL = AttentionProblem(batch=2, seq_q=64, seq_k=64, heads=4, kv_heads=2, head_d
         (
             {"varlen": True, "batch": 2**20, "total_q": 2**20, "total_k": 2**20, "heads": 32},
             {},
-            "counts rows of queries in 32 bits; with the ends of all sequences there are 3791649792",
+            "counts rows of queries in 32 bits; with the ends of all sequences there are 4328521728",
         ),
         ({"device": "cpu"}, {}, "needs a Hopper GPU, the tensors are on cpu"),
         ({}, {"saved": False}, "needs the output and the log-sum-exp, which this forward did not keep"),
@@ -179,8 +218,8 @@ def test_it_serves_hopper_only() -> None:
 
 
 @given(
-    st.sampled_from(DIMS), st.sampled_from(DIMS), st.booleans(), st.booleans(), st.booleans(), st.booleans(),
-    st.booleans(), st.tuples(st.sampled_from([-1, 0, 300]), st.sampled_from([-1, 0, 300])),
+    st.sampled_from(DIMS + WIDE), st.sampled_from(DIMS + WIDE), st.booleans(), st.booleans(), st.booleans(),
+    st.booleans(), st.booleans(), st.tuples(st.sampled_from([-1, 0, 300]), st.sampled_from([-1, 0, 300])),
 )  # fmt: skip
 def test_any_choice_is_legal(
     dim: int,
@@ -197,11 +236,15 @@ def test_any_choice_is_legal(
     )
     one = tiles.choose(BackwardProblem(call, ("q", "v"), deterministic=deterministic))
     tile = one.tile
-    assert one.shared <= tiles.SHARED_LIMIT
+    assert max(one.kernels.values()) <= tiles.SHARED_LIMIT
     ends = window[0] >= 0, causal or window[1] >= 0
     assert (one.left, one.right) == (ends[0], ends[1] or (ends[0] and alibi))  # a far one beside slopes
     assert (one.want_q, one.want_k, one.want_v) == (True, False, True)
-    assert one.own_dq == (one.tile.paired or deterministic) and one.own_shared <= tiles.SHARED_LIMIT
+    assert one.own_dq == (tile.paired or tile.wide or deterministic)
+    assert tile.wide == (max(dim, dim_v) > 256)
+    if tile.wide:
+        assert tile.cluster == 2 and not (tile.paired or tile.tall or tile.staged) and tile.keys == 64
+        return
     assert tile.paired or not (one.softcap or max(dim, dim_v) > 128)
     if tile.paired:
         assert not (tile.halves or tile.kv_in_registers or tile.separate)

@@ -7,9 +7,9 @@ from typing import Any
 
 from flashkernels import hardware
 from flashkernels.attention.explain import through_copies, title_of, with_copies
-from flashkernels.attention.hopper import backward_cost, backward_tiles
+from flashkernels.attention.hopper import backward_cost, backward_tiles, backward_wide_source as wide
 from flashkernels.attention.hopper.backward_source import BackwardVariant
-from flashkernels.attention.problem import BackwardProblem
+from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.attention.triton import backward_cost as triton_cost, backward_tiles as triton_tiles
 from flashkernels.attention.triton.backward_tiles import BackwardTiles
 from flashkernels.dispatch import Explanation as Base, UnsupportedError, select, verdicts
@@ -143,6 +143,8 @@ def _asked(tensors: tuple[Any, ...], arguments: dict[str, Any]) -> BackwardProbl
 def _hopper_lines(variant: BackwardVariant, problem: BackwardProblem) -> list[str]:
     """The Hopper kernels' tile in words."""
     tile, call = variant.tile, problem.call
+    if tile.wide:
+        return _wide_lines(variant, call)
     flags = [words for name, words in WORDS.items() if getattr(tile, name)]
     flags += ["each warpgroup half of dQ's columns"] if tile.halves and variant.adds_dq else []
     keys = "two warpgroups on the same 64 keys" if tile.paired else "64 keys for each of two warpgroups"
@@ -160,4 +162,20 @@ def _hopper_lines(variant: BackwardVariant, problem: BackwardProblem) -> list[st
         f"  columns: {deep} for {call.head_dim} in Q·Kᵀ, {deep_v} for {call.head_dim_v} in dO·Vᵀ, "
         "their own number in dQ, dK and dV",
         f"  {variant.shared / 1024:.0f} KiB shared, {most}{tiles} tiles",
+    ]
+
+
+def _wide_lines(variant: BackwardVariant, call: AttentionProblem) -> list[str]:
+    wanted = [name for name in WANTED if getattr(variant, f"want_{name}")]
+    products = {"q": 3, "k": 3, "v": 2}
+    made = ", ".join(f"d{name.upper()} {products[name]}" for name in wanted)
+    deep, deep_v = (-(-dim // 16) * 16 for dim in (call.head_dim, call.head_dim_v))
+    rings = {name: wide.rings(variant, name) for name in wanted}
+    return [
+        f"  {wide.ROWS} rows of a gradient a block, {wide.QUERIES} of the other side a step"
+        + (", two blocks share their loads" if variant.tile.cluster > 1 else ""),
+        f"  a kernel for each gradient, and products of each: {made}, for 5 in all that are counted",
+        f"  columns: {deep} for {call.head_dim} in Q·Kᵀ, {deep_v} for {call.head_dim_v} in dO·Vᵀ, "
+        "half of their own number, in eights, for each warpgroup in dQ, dK and dV",
+        f"  {', '.join(f'd{name.upper()} {ring.shared / 1024:.0f}' for name, ring in rings.items())} KiB shared",
     ]

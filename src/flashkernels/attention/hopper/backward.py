@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from flashkernels.attention import sinks as sunk
-from flashkernels.attention.hopper import backward_source as source, backward_tiles as tiles, backward_wide_source as wide
-from flashkernels.attention.hopper.backward_source import OWN_KEYS, OWN_QUERIES, THREADS, BackwardVariant
+from flashkernels.attention.hopper import backward_source as source, backward_tiles as tiles
+from flashkernels.attention.hopper.backward_source import OWN_KEYS, THREADS, BackwardVariant
 from flashkernels.attention.hopper.forward import FAR, LOG2E, SECTION_BYTES, spaced
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem, heads_together
 from flashkernels.attention.tensors import Given, RunBackward, Tensors, strides_of, unaddressable
@@ -73,38 +73,9 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
     # TMA and 16-byte loads want aligned rows; a gradient may come with any strides, also expanded from one number
     copied = [bool(unaddressable(x)) for x in (given.grad_out, _given(given.out))]
     params = described(call, variant, tensors, given, copied)
-    hides = call.band != (-1, -1) or call.varlen
-    rows_of_heads, rows_of_keys = (n * (1 if call.varlen else call.batch) for n in (call.heads, call.kv_heads))
-    places = params.places
+    places, bad_blocks = params.places, blocks_to_look_through(call, variant, params)
     blocks = places // size
-    alone = variant.own_dq and variant.want_q
-    bad_blocks = params.bad_blocks * rows_of_keys if alone and hides else 0
-
-    launches: list[tuple[driver.Kernel, int, int]] = []  # blocks and threads of each, in turn
-
-    def then(name: str, blocks: int, threads: int, shared: int = 0) -> None:
-        if blocks:
-            launches.append((driver.Kernel(code, name, shared, early=True), blocks, threads))
-
-    then("rows", blocks, 256)
-    if variant.tile.wide:
-        then("keys", bad_blocks, 128)
-        cluster = variant.tile.cluster
-        blocks_of = {"q": params.own_blocks * rows_of_heads, "k": params.key_blocks * rows_of_keys}
-        for name, kernel in wide.KERNELS.items():
-            if getattr(variant, f"want_{name}"):
-                then(kernel, blocks_of.get(name, blocks_of["k"]) * cluster, THREADS, wide.rings(variant, name).shared)
-    else:
-        then("order", -(-call.batch // 128) if call.varlen else 0, 128)
-        if variant.adds_dq or variant.want_k or variant.want_v:
-            cluster = variant.tile.cluster
-            grid = min(gpu.sms // cluster, tiles.most_tiles(call, variant)) * cluster
-            then("backward", grid, THREADS, variant.shared)
-        then("keys", bad_blocks, 128)
-        if alone:
-            then("gradient_of_queries", params.own_blocks * rows_of_heads, THREADS, variant.own_shared)
-        elif variant.adds_dq:
-            then("queries", blocks, 2 * size)
+    launches = launches_of(call, variant, params, gpu, code)
     block = ParameterBlock(params)
     address, write_maps = block.address, block.writer("q", MAPS)
     write_gradient_maps = block.writer("dk_rows", GRADIENT_MAPS)
@@ -112,7 +83,6 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
     lock = threading.Lock()
     mapped, known, known_gradients = (0, 0, 0, 0), driver.Kept(), driver.Kept()
     outputs = [output(x, call.varlen) if name in wanted else None for name, x in zip("qkv", tensors[:3], strict=True)]
-    ranks = call.varlen and not variant.tile.wide  # sequences of a ragged batch, by length
     # Level, delta and a note for each block. dQ's own memory has them where `queries` writes all of it in the end.
     noted = 2 * places + blocks
     in_dq = variant.adds_dq and not call.varlen and 2 * noted <= call.total_q * call.heads * call.head_dim
@@ -133,7 +103,7 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
         sums = lse.new_empty(blocks * variant.sums) if variant.adds_dq else None
         bad = lse.new_empty(2 * bad_blocks, dtype=torch.int64) if bad_blocks else None
         row_delta = torch.zeros_like(lse) if "sinks" in wanted else None
-        ordered = lse.new_empty(2 * call.batch + 1, dtype=torch.int32) if ranks else None
+        ordered = lse.new_empty(2 * call.batch + 1, dtype=torch.int32) if call.varlen else None
         slopes = None if slopes is None else slopes.to(torch.float32).contiguous()
         stream = torch._C._cuda_getCurrentRawStream(device)
         count = counters(device, stream)
@@ -173,6 +143,44 @@ def plan(problem: BackwardProblem, gpu: Gpu, tensors: Tensors, given: Given) -> 
     return run
 
 
+def launches_of(
+    call: AttentionProblem, variant: BackwardVariant, params: Params, gpu: Gpu, code: driver.Library
+) -> list[tuple[driver.Kernel, int, int]]:
+    """The kernels, in turn, with the blocks and threads of each."""
+    found: list[tuple[driver.Kernel, int, int]] = []
+    copies = 1 if call.varlen else call.batch
+    own = params.own_blocks * call.heads * copies if variant.own_dq and variant.want_q else 0
+
+    def then(name: str, blocks: int, threads: int = THREADS) -> None:
+        if blocks:
+            found.append((driver.Kernel(code, name, variant.kernels.get(name, 0), early=True), blocks, threads))
+
+    then("rows", params.places // variant.tile.queries, 256)
+    if variant.tile.wide:
+        keys = params.key_blocks * call.kv_heads * copies
+        then("keys", blocks_to_look_through(call, variant, params), 128)
+        then("gradient_of_queries", own * variant.tile.cluster)
+        then("gradient_of_keys", keys * variant.tile.cluster if variant.want_k else 0)
+        then("gradient_of_values", keys * variant.tile.cluster if variant.want_v else 0)
+        return found
+    then("order", -(-call.batch // 128) if call.varlen else 0, 128)
+    if variant.adds_dq or variant.want_k or variant.want_v:
+        cluster = variant.tile.cluster
+        then("backward", min(gpu.sms // cluster, tiles.most_tiles(call, variant)) * cluster)
+    then("keys", blocks_to_look_through(call, variant, params), 128)
+    then("gradient_of_queries", own)
+    then("queries", params.places // variant.tile.queries if variant.adds_dq else 0, 2 * variant.tile.queries)
+    return found
+
+
+def blocks_to_look_through(call: AttentionProblem, variant: BackwardVariant, params: Params) -> int:
+    """Blocks of 64 keys in which a kernel that makes dQ alone has to know of NaN: those of all heads, or none."""
+    hides = call.band != (-1, -1) or call.varlen
+    if not (hides and variant.own_dq and variant.want_q):
+        return 0
+    return params.bad_blocks * call.kv_heads * (1 if call.varlen else call.batch)
+
+
 def output(x: Tensor, ragged: bool) -> Callable[[], Tensor]:
     """What makes room for the gradient of x. Of a ragged batch, keys that no query could see and rows that belong to no
     sequence are nobody's to write."""
@@ -199,9 +207,6 @@ def described(
     three = ctypes.c_int64 * 3
     grad_lse = (0, 0, 0) if given.grad_lse is None else (0, *given.grad_lse.stride())[-3:]
     left, right = (FAR if side < 0 else min(side, FAR) for side in call.band)
-    cluster = variant.tile.cluster
-    own_rows = wide.ROWS * cluster if variant.tile.wide else OWN_QUERIES
-    key_rows = variant.tile.keys * cluster
     section = heads_together(call.batch * call.kv_heads, call.walked_bytes, SECTION_BYTES)
     return Params(
         q_strides=three(*strides_of(q)[:3]), k_strides=three(*strides_of(k)[:3]), v_strides=three(*strides_of(v)[:3]),
@@ -215,9 +220,9 @@ def described(
         seq_q=call.seq_q, seq_k=call.seq_k, total_q=call.total_q,
         total_k_rows=call.total_k if call.varlen else call.seq_k, left=left, right=right,
         blocks=cut(call.seq_q, call.total_q, variant.tile.queries), places=tiles.places(call, variant.tile.queries),
-        own_blocks=cut(call.seq_q, call.total_q, own_rows),
+        own_blocks=cut(call.seq_q, call.total_q, variant.own_queries),
         bad_blocks=cut(call.seq_k, call.total_k, OWN_KEYS),
-        key_blocks=cut(call.seq_k, call.total_k, key_rows),
+        key_blocks=cut(call.seq_k, call.total_k, variant.tile.keys * variant.tile.cluster),
         tiles=0 if call.varlen else tiles.most_tiles(call, variant),
         section=section, has_sinks=call.sinks,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from flashkernels.jit import nvrtc
 from flashkernels.jit.offline import Resources, resources
 
 MOST_SPILLS = 160  # bytes; at the ends of a tile they cost nothing, in the loop over queries they would
+FEW_MOVES = 50  # to uniform registers, outside of all loops
 MOST_REGISTERS = 65536 // THREADS // 8 * 8  # of a thread at launch
 
 
@@ -24,10 +25,8 @@ class BackwardReport:
     """One compiled variant."""
 
     variant: BackwardVariant
-    resources: Resources
-    own: Resources | None  # of the kernel that makes dQ alone
-    spills: int  # bytes that a thread puts aside
-    reloads: int  # bytes of them that its code fetches, in all places together
+    kernels: dict[str, Resources]  # those with matrix products, by name
+    spills: dict[str, int]  # bytes that a thread of each puts aside
     warnings: tuple[str, ...]
 
     @property
@@ -35,10 +34,10 @@ class BackwardReport:
         """What no variant may have, in words."""
         # C7510 to C7519: ptxas waits after each wgmma, for the reason that the line gives
         found = [f"wgmma is serialised: {line}" for line in self.warnings if re.search(r"\bC75\d\d\b", line)]
-        for made in (self.resources, self.own):
-            found += [] if made is None else self._faults_of(made)
-        if self.spills > MOST_SPILLS:
-            found.append(f"spills {self.spills} bytes; the limit is {MOST_SPILLS}")
+        for name, made in self.kernels.items():
+            found += [f"{name}: {fault}" for fault in self._faults_of(made)]
+            if self.spills[name] > MOST_SPILLS:
+                found.append(f"{name}: spills {self.spills[name]} bytes; the limit is {MOST_SPILLS}")
         return found
 
     @staticmethod
@@ -52,7 +51,7 @@ class BackwardReport:
             found.append(f"{made.spills} bytes of local memory; the limit is {MOST_SPILLS}")
         if not made.count("HGMMA"):
             found.append("has no wgmma")
-        if (moves := made.count("R2UR")) > made.count("HGMMA"):
+        if (moves := made.count("R2UR")) > max(made.count("HGMMA"), FEW_MOVES):
             found.append(f"{moves} moves to uniform registers: ptxas takes a loop for divergent that is not")
         return found
 
@@ -60,16 +59,16 @@ class BackwardReport:
 def build(variant: BackwardVariant) -> BackwardReport:
     """Compiles one variant with NVRTC, or finds it in the disk cache. Needs no GPU."""
     made = nvrtc.compiled(*source.program(variant))
-    used = resources(made.cubin, variant.shared, entry="backward")
-    own = resources(made.cubin, variant.own_shared, entry="gradient_of_queries") if variant.own_dq else None
-    return BackwardReport(variant, used, own, *spilled(made.log, "backward"), warnings(made.log))
+    kernels = {name: resources(made.cubin, shared, entry=name) for name, shared in variant.kernels.items()}
+    spills = {name: spilled(made.log, name)[0] for name in kernels}
+    return BackwardReport(variant, kernels, spills, warnings(made.log))
 
 
 def variant(dim: int, dim_v: int = 0, deterministic: bool = False, **flags: bool) -> BackwardVariant:
     """A variant with the tile that its problems take."""
     logits = {name: on for name, on in flags.items() if name in ("left", "right", "softcap", "alibi", "varlen")}
     tile = by_dimension(dim, dim_v or dim, deterministic=deterministic, **logits)
-    return BackwardVariant(dim, dim_v or dim, tile, own_dq=deterministic or tile.paired, **flags)
+    return BackwardVariant(dim, dim_v or dim, tile, own_dq=deterministic or tile.paired or tile.wide, **flags)
 
 
 def label(one: BackwardVariant) -> str:
@@ -85,6 +84,8 @@ def label(one: BackwardVariant) -> str:
 
 
 DIMS = tuple(range(16, 257, 8))
+WIDE = (264, 272, 320, 328, 384, 448, 504, 512)
+WIDE_MIXED = ((512, 64), (64, 512), (16, 264), (264, 16), (320, 256), (512, 448))
 MIXED = ((192, 128), (128, 192), (64, 128), (128, 64), (72, 104), (104, 72), (40, 136), (16, 256), (256, 16))
 LOGITS: dict[str, Any] = dict.fromkeys(("left", "right", "alibi"), True)
 FLAGS: tuple[dict[str, Any], ...] = (
@@ -116,4 +117,15 @@ def _all() -> Iterator[BackwardVariant]:
     yield replace(variant(256, right=True), own_dq=False)
 
 
-VARIANTS = tuple(dict.fromkeys(_all()))
+def _wide() -> Iterator[BackwardVariant]:
+    for dim in WIDE:
+        yield variant(dim, right=dim % 16 == 0)
+    for dim, dim_v in WIDE_MIXED:
+        yield variant(dim, dim_v, right=dim > dim_v)
+    for flags in FLAGS:
+        if not {"deterministic", "want_q", "want_k", "want_v"} & {*flags}:
+            yield variant(512, **flags)
+    yield variant(512)
+
+
+VARIANTS, WIDE_VARIANTS = (tuple(dict.fromkeys(found)) for found in (_all(), _wide()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from math import ceil
 
+from flashkernels.attention.hopper import backward_wide_source as wide
 from flashkernels.attention.hopper.backward_source import OWN_KEYS, OWN_QUERIES, BackwardVariant
 from flashkernels.attention.hopper.backward_tiles import most_tiles
 from flashkernels.attention.hopper.cost import CLOCK, EXPONENTIALS_A_CYCLE, FLOPS_A_CYCLE, LAUNCH
@@ -19,11 +20,16 @@ TILE = 8.2e-6  # seconds at the ends of a tile of keys
 # of pairs of warpgroups, with the kernel that makes dQ
 EXPOSED_PAIRED, TILE_PAIRED = 1.73, 21.6e-6
 REACHED = 0.88  # of the datasheet's bandwidth, by the kernels before and after
+# of wide heads: not measured. Their forward takes so much longer than the traffic of its shared memory
+# (docs/notes/hopper_backward.md), which binds them, too.
+WIDE_STEP, SHARED_BYTES_A_CYCLE, TILE_WIDE = 1.14, 128, 5e-6
 
 
 def seconds(problem: BackwardProblem, variant: BackwardVariant, gpu: Gpu) -> float:
     """Predicted time of all launches. A ragged batch is taken as sequences of one length: theirs are on the device."""
     call, tile = problem.call, variant.tile
+    if tile.wide:
+        return _wide_seconds(problem, variant, gpu)
     rows, key_rows = call.total_q * call.heads, call.total_k * call.kv_heads
     moved = rows * (4 * call.head_dim_v + 12)  # O, dO and their statistics
     moved += rows * 10 * call.head_dim if variant.adds_dq else 0  # sums set to 0, read, and dQ in 16 bits
@@ -43,6 +49,23 @@ def seconds(problem: BackwardProblem, variant: BackwardVariant, gpu: Gpu) -> flo
     least = 4 * key_rows * (call.head_dim + call.head_dim_v) + 2 * rows * (call.head_dim + call.head_dim_v)
     reached = REACHED * gpu.bandwidth
     return 4 * LAUNCH + moved / reached + max(main, least / reached)
+
+
+def _wide_seconds(problem: BackwardProblem, variant: BackwardVariant, gpu: Gpu) -> float:
+    """A kernel for each gradient. Its blocks take 64 rows each, as many at a time as there are multiprocessors."""
+    call, size = problem.call, wide.ROWS * variant.tile.cluster
+    heads, keys = call.total_q * call.heads, call.total_k * call.kv_heads
+    total = 4 * LAUNCH + 4 * heads * call.head_dim_v / (REACHED * gpu.bandwidth)  # of O and dO
+    for name in (name for name in wide.KERNELS if getattr(variant, f"want_{name}")):
+        blocks = max(1.0, (heads if name == "q" else keys) / wide.ROWS)
+        # pairs of a query and a key that its blocks look at: of each about half a step more at either end of a band
+        ends = blocks * wide.ROWS * (size + wide.QUERIES) / 2 * sum(side >= 0 for side in call.band)
+        seen = call.heads * call.pairs() + ends
+        rounds = ceil(blocks / gpu.sms) if call.band == (-1, -1) or blocks < gpu.sms else blocks / gpu.sms
+        steps = seen / blocks / (wide.ROWS * wide.QUERIES)
+        cycles = WIDE_STEP * wide.step_bytes(variant, name) / SHARED_BYTES_A_CYCLE
+        total += LAUNCH + rounds * (steps * cycles / CLOCK + TILE_WIDE)
+    return total
 
 
 def _step(scores: float, columns: int, exposed: float) -> float:

@@ -124,6 +124,11 @@ class BackwardVariant:
         return wide.BOX if self.tile.wide else self.tile.queries // self.tile.cluster
 
     @property
+    def own_queries(self) -> int:
+        """Queries of a block, or of a cluster of blocks, of the kernel that makes dQ alone."""
+        return wide.ROWS * self.tile.cluster if self.tile.wide else OWN_QUERIES
+
+    @property
     def own_stages(self) -> tuple[int, int]:
         """Buffers of 64 keys of K and of V in the kernel that makes dQ alone."""
         for stages in ((4, 4), (3, 3), (3, 2), (2, 2), (2, 1)):
@@ -147,8 +152,15 @@ class BackwardVariant:
         return self.tile.queries * (-(-self.head_dim // 16) * 16 if self.tile.tall else self.head_dim)
 
     @property
+    def kernels(self) -> dict[str, int]:
+        """Those with matrix products, and the bytes of shared memory that a block of each takes."""
+        if self.tile.wide:
+            return {kernel: wide.rings(self, name).shared for name, kernel in wide.KERNELS.items()}
+        return {"backward": self.shared, **({"gradient_of_queries": self.own_shared} if self.own_dq else {})}
+
+    @property
     def shared(self) -> int:
-        """Bytes of shared memory; backward_params.cuh asserts the same."""
+        """Bytes of shared memory of `backward`; backward_layout.cuh asserts the same."""
         tile, block = self.tile, self.tile.queries
         k_row, v_row = (128 * -(-dim // 64) for dim in (self.head_dim, self.head_dim_v))
         size = tile.keys * (k_row + v_row) + block * (tile.q_stages * k_row + 2 * v_row)
@@ -188,15 +200,14 @@ def config(variant: BackwardVariant) -> str:
 
 def _wide_config(v: BackwardVariant) -> str:
     numbers = {
-        "D": v.head_dim, "DV": v.head_dim_v, "BLOCK": v.tile.queries, "CLUSTER": v.tile.cluster,
-        "RELEASES": 32 if v.every_lane else 1, **wide.numbers(v),
+        "D": v.head_dim, "DV": v.head_dim_v, "BLOCK": v.tile.queries, "CLUSTER": v.tile.cluster, **wide.numbers(v),
     }  # fmt: skip
     numbers["PRODUCER_REGISTERS"], numbers["CONSUMER_REGISTERS"] = REGISTERS
     flags = {
         "FP16": v.fp16, "FP8": False, "LEFT": v.left, "RIGHT": v.right, "SOFTCAP": v.softcap, "ALIBI": v.alibi,
         "VARLEN": v.varlen, "WANT_Q": False, "TALL": False,
     }  # fmt: skip
-    return constants(numbers, flags, f"#define CLUSTERED {int(v.tile.cluster > 1)}")
+    return constants(numbers, flags)
 
 
 def mma(variant: BackwardVariant) -> str:

@@ -176,12 +176,7 @@ template <int OF> struct Consumer {
 
   DEVICE void await_slot() { mbarrier::wait(fulls + 8 * ring.stage, ring.phase); }
   DEVICE void release_slot() {
-    const u32 barrier = empties + 8 * tail.stage;
-    if (CLUSTER == 1) {
-      if (RELEASES > 1 || lane == 0) mbarrier::arrive(barrier);
-    } else if (lane < CLUSTER) {
-      mbarrier::arrive_in(barrier, lane);
-    }
+    if (lane < CLUSTER) mbarrier::arrive_in(empties + 8 * tail.stage, lane);
     tail.advance();
   }
 
@@ -287,9 +282,12 @@ template <int OF> struct Consumer {
       }
     }
   }
+  // Without a mask only dQ's first step may go past an end: queries that are not there have the level +inf. Of P alone a
+  // mask costs less than the choice.
   DEVICE void make_weights(const Step& at, int n) {
     const int tile = 2 * at.pair + share;
-    if (tile >= clear_from && tile < clear_to) weigh<false>(at, n);
+    const bool clear = tile >= clear_from && tile < clear_to;
+    if (!HIDES || (L::TWO && clear)) weigh<false>(at, n);
     else weigh<true>(at, n);
   }
 
@@ -377,13 +375,12 @@ template <int OF> DEVICE void make(const Params& p) {
     mbarrier::init(smem + L::OWN_FULL, 1);
     for (int i = 0; i < 2 * L::STAGES; i++) {
       mbarrier::init(smem + L::FULL + 8 * i, 1);
-      mbarrier::init(smem + L::EMPTY + 8 * i, CLUSTER == 1 ? 4 * RELEASES : 4 * CLUSTER);
+      mbarrier::init(smem + L::EMPTY + 8 * i, 4 * CLUSTER);
       mbarrier::init(smem + L::RAW + 8 * i, 1);
     }
     mbarrier::publish();
   }
-  if (CLUSTER > 1) cluster_sync();
-  else __syncthreads();
+  cluster_sync();
 
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
@@ -392,14 +389,10 @@ template <int OF> DEVICE void make(const Params& p) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
     Consumer<OF>(p, x, smem, warpgroup - 1, warp, lane).run();
   }
-  if (CLUSTER > 1) cluster_sync();  // no block leaves while another may still write into it
+  cluster_sync();  // no block leaves while another may still write into it
 }
 
-#if CLUSTERED
 #define BLOCKS __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define BLOCKS __launch_bounds__(THREADS, 1)
-#endif
 extern "C" __global__ void BLOCKS gradient_of_queries(const __grid_constant__ Params p) { make<OF_Q>(p); }
 extern "C" __global__ void BLOCKS gradient_of_keys(const __grid_constant__ Params p) { make<OF_K>(p); }
 extern "C" __global__ void BLOCKS gradient_of_values(const __grid_constant__ Params p) { make<OF_V>(p); }

@@ -37,12 +37,12 @@ template <int OF> DEVICE Place place_of(const Params& p, u32 rank) {
   if (VARLEN) {
     const int* starts = S::QUERIES ? p.cu_q : p.cu_k;
     const int* others = S::QUERIES ? p.cu_k : p.cu_q;
-    x.batch = last_sequence(starts, p.batch, at, OWN);
+    x.batch = broadcast(last_sequence(starts, p.batch, at, OWN));
     x.head = line;
-    x.row = starts[x.batch];
-    x.rows = starts[x.batch + 1] - x.row;
-    x.column = others[x.batch];
-    x.columns = others[x.batch + 1] - x.column;
+    x.row = broadcast(starts[x.batch]);
+    x.rows = broadcast(starts[x.batch + 1]) - x.row;
+    x.column = broadcast(others[x.batch]);
+    x.columns = broadcast(others[x.batch + 1]) - x.column;
     at -= x.row / OWN + x.batch;
   } else {
     x.batch = line / heads;

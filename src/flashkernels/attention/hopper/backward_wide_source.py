@@ -1,4 +1,4 @@
-"""What differs in the CUDA source of a backward variant with wide heads (`backward_wide.cu`): sizes and shared memory."""
+"""What differs in the CUDA source of a backward variant with wide heads (`backward_wide.cu`): sizes, shared memory."""
 
 from __future__ import annotations
 
@@ -41,6 +41,23 @@ def rings(variant: BackwardVariant, name: str) -> Rings:
 
     grain = 2 if most(2) > 2 else 1
     return Rings(grain, most(grain), own + 2 * most(grain) * (CHUNK * grain + 3 * 8))
+
+
+def step_bytes(variant: BackwardVariant, name: str) -> int:
+    """Traffic of shared memory in a step of one gradient's kernel, which is what binds it: a product of 64 x 64 scores
+    reads 4 KB for 16 columns, in 32 cycles of the tensor cores.
+
+    >>> from flashkernels.attention.hopper.backward_source import BackwardTile, BackwardVariant
+    >>> one = BackwardVariant(512, 512, BackwardTile(wide=True), own_dq=True)
+    >>> step_bytes(one, "k") / 128, step_bytes(one, "v") / 128  # cycles; the tensor cores take 6144 and 4096
+    (8576.0, 5504.0)
+    """
+    dims = (variant.head_dim,) if name == "v" else (variant.head_dim, variant.head_dim_v)
+    half = columns(variant.head_dim_v if name == "v" else variant.head_dim)
+    scores = sum(2 * -(-dim // 16) * 4096 for dim in dims)
+    sums = 2 * QUERIES // 16 * (2048 + 32 * half)
+    passing = sum(QUERIES * 128 * -(-dim // 64) for dim in dims) + 2 * QUERIES * 128 * -(-half // 64)
+    return scores + sums + passing + 2 * ROWS * ROWS * 2  # and both W are written
 
 
 def numbers(variant: BackwardVariant) -> dict[str, int]:
