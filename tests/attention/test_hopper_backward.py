@@ -469,7 +469,7 @@ def test_the_host_never_waits() -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["adds", "deterministic"])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
 def test_peak_memory_is_the_statistics_and_one_dq(dim: int, deterministic: bool) -> None:
     shape = Shape(b=1, sq=8192, sk=8192, h=8, hkv=8, d=dim)
     inputs = leaves(*cuda(shape))
@@ -514,7 +514,7 @@ def test_it_refuses_what_it_cannot_do() -> None:
 
 # Any call
 
-SIZES = st.sampled_from([*range(16, 257, 8)])
+SIZES = st.sampled_from([*range(16, 257, 8), 264, 328, 512])
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

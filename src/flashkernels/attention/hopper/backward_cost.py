@@ -21,7 +21,7 @@ TILE = 8.2e-6  # seconds at the ends of a tile of keys
 EXPOSED_PAIRED, TILE_PAIRED = 1.73, 21.6e-6
 REACHED = 0.88  # of the datasheet's bandwidth, by the kernels before and after
 # of wide heads: not measured. Their forward takes so much longer than the traffic of its shared memory
-# (docs/notes/hopper_backward.md), which binds them, too.
+# (docs/notes/hopper_backward_wide.md), which binds them, too.
 WIDE_STEP, SHARED_BYTES_A_CYCLE, TILE_WIDE = 1.14, 128, 5e-6
 
 
