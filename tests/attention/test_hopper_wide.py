@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 import flashkernels as fk
+from flashkernels.attention.hopper.tiles import choose
 from flashkernels.attention.hopper.wide_tiles import filled
 from flashkernels.attention.hopper.wide_variants import ALONE, DIMS, MIXED, PAIR, WIDE, wide_variant
+from flashkernels.attention.problem import AttentionProblem
 
 from . import oracle
 from .cases import EVERYTHING, NO_MASK, Shape, generator, keywords, pairs, ragged
@@ -22,6 +24,7 @@ from .gpu import (
     LENGTHS,
     NAN,
     check,
+    check_pages,
     check_varlen,
     compile_ahead,
     cuda,
@@ -36,6 +39,13 @@ pytestmark = [pytest.mark.gpu, on_hopper]
 
 IMPL = "hopper"
 SHAPE = Shape(b=2, sq=300, sk=450, h=4, hkv=2, d=512)
+
+
+def of(shape: Shape) -> AttentionProblem:
+    return AttentionProblem(
+        batch=shape.b, seq_q=shape.sq, seq_k=shape.sk, heads=shape.h, kv_heads=shape.hkv, head_dim=shape.d,
+        device="cuda",
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -111,11 +121,37 @@ def test_keys_of_random_lengths_and_places() -> None:
         check_varlen(batch, causal=True, impl=IMPL)
 
 
-def test_pages_are_refused_with_the_reason() -> None:
-    batch = ragged([5], [64], Shape(h=2, hkv=1, d=512), torch.bfloat16, device="cuda")
-    table = torch.zeros(1, 1, dtype=torch.int32, device="cuda")
-    with pytest.raises(fk.UnsupportedError, match="head_dim=512 is over 256, with pages"):
-        fk.attention_varlen(batch.q, batch.k[None], batch.v[None], *batch.args[3:], block_table=table, impl=IMPL)
+@pytest.mark.parametrize("feature", ["plain", "causal", "window", "+".join(EVERYTHING)])
+@pytest.mark.parametrize("page_size", [64, 128, 192])
+@pytest.mark.parametrize("dim", [264, 512])
+def test_paged(dim: int, page_size: int, feature: str) -> None:
+    shape = Shape(b=len(LENGTHS[0]), h=4, hkv=2, d=dim)
+    batch = ragged(*LENGTHS, shape, torch.bfloat16, device="cuda")
+    check_pages(batch, page_size, impl=IMPL, **keywords(feature, shape, "cuda"))
+
+
+@pytest.mark.parametrize("feature", ["plain", "causal", "window", "alibi2d+sinks", "softcap"])
+@pytest.mark.parametrize("heads", [(1, 8, 1), (5, 6, 2), (16, 16, 2), (70, 12, 1), (3, 70, 1)], ids=str)
+def test_query_heads_share_a_row_block(heads: tuple[int, int, int], feature: str) -> None:
+    """Queries, and heads of both sides. Groups of 3, 12 and 70 have packs that leave rows of nobody."""
+    shape = Shape(b=2, sq=heads[0], sk=300, h=heads[1], hkv=heads[2], d=512)
+    assert choose(of(shape), 132).variant.pack > 1
+    with new_memory_is_nan():
+        check(*cuda(shape), impl=IMPL, **keywords(feature, shape, "cuda"))
+
+
+@pytest.mark.parametrize("feature", ["plain", "causal", "window"])
+@pytest.mark.parametrize("page_size", [64, 192])
+@pytest.mark.parametrize("heads", [(2, 2), (6, 1)], ids=str)
+def test_few_rows_over_pages(heads: tuple[int, int], page_size: int, feature: str) -> None:
+    batch = ragged([3, 0, 20], [130, 5, 64], Shape(b=3, h=heads[0], hkv=heads[1], d=264), torch.bfloat16, device="cuda")
+    check_pages(batch, page_size, impl=IMPL, **keywords(feature, Shape(h=heads[0]), "cuda"))
+
+
+def test_new_tokens_of_many_sequences_over_pages() -> None:
+    lens = [1 + i % 4 for i in range(24)], [(37 * i) % 500 + 4 for i in range(24)]
+    batch = ragged(*lens, Shape(b=24, h=16, hkv=2, d=512), torch.bfloat16, device="cuda")
+    check_pages(batch, 64, impl=IMPL, causal=True)
 
 
 # Numbers that are hard on a softmax whose maximum is lazy

@@ -22,6 +22,7 @@ SAMPLE = (
     wide_variant(320, 512, left=True, fp16=True),
     wide_variant(512, tile=ALONE),
     wide_variant(16, 264),
+    wide_variant(512, varlen=True, paged=True, right=True, pack=3),
 )
 
 
@@ -59,7 +60,7 @@ def test_every_header_is_sent_and_no_other_is_included() -> None:
 
 def test_the_list_has_every_flag_and_size() -> None:
     assert len({label(one) for one in WIDE}) == len(WIDE) <= 100
-    for flag in ("fp16", "left", "right", "softcap", "alibi", "sinks", "negative", "varlen"):
+    for flag in ("fp16", "left", "right", "softcap", "alibi", "sinks", "negative", "varlen", "paged"):
         assert {getattr(one, flag) for one in WIDE} == {False, True}, flag
     assert {one.head_dim for one in WIDE} >= {*DIMS} == {*range(264, 513, 8)}
     assert {(one.head_dim, one.head_dim_v) for one in WIDE} >= {*MIXED}
@@ -72,8 +73,8 @@ def assert_legal(one: Variant) -> None:
     """The rules that the kernel's static_asserts state."""
     tile = one.tile
     assert one.wide and one.shared <= tiles.SHARED_LIMIT and one.threads == 384
-    assert not (one.fp8 or one.paged or one.split) and one.pack == 1
-    assert (tile.groups, tile.block_n, one.queries) == (1, 128, 64)
+    assert not (one.fp8 or one.split) and one.queries == 64 // one.pack >= 1
+    assert (tile.groups, tile.block_n) == (1, 128)
     assert tile.stages > 4 // GRAIN
     assert 2 * wide_source.columns(one.head_dim_v) - one.head_dim_v in (0, 8)
 
@@ -101,7 +102,8 @@ def test_any_choice_is_legal(problem: AttentionProblem, multiprocessors: int) ->
     choice = tiles.choose(problem, multiprocessors)
     one = choice.variant
     assert_legal(one)
-    assert choice.cut == 0 and one.tile.cluster == (2 if problem.seq_q > 64 else 1)
+    assert choice.cut == 0 and one.tile.cluster == (2 if problem.seq_q > one.queries else 1)
+    assert problem.heads // problem.kv_heads % one.pack == 0
     assert (one.head_dim, one.head_dim_v) == (problem.head_dim, problem.head_dim_v)
     more = replace(one, tile=replace(one.tile, stages=one.tile.stages + 1))
     assert more.shared > tiles.SHARED_LIMIT

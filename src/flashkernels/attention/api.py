@@ -54,8 +54,6 @@ def needs_hopper(problem: AttentionProblem, gpu: Gpu | None) -> str | None:
         most = 256 if problem.dtype == "fp8" else 512
         if not 16 <= dim <= most:
             return f"{name}={dim} is not in 16 to {most}"
-        if problem.page_size and dim > 256:
-            return f"{name}={dim} is over 256, with pages"
     if problem.mask:
         return "takes no mask tensor"
     if problem.dropout_p:

@@ -182,12 +182,6 @@ template <int OF> struct Consumer {
 
   // --- matrix products: a group of wgmmas for each slot
 
-  // The same number, of which ptxas does not know that: it would keep an address for each step of a loop, and spill them.
-  DEVICE static u32 anew(u32 x) {
-    asm volatile("" : "+r"(x));
-    return x;
-  }
-
   // Slots go back in order, when all but RUNNING groups are complete; `count` of them are.
   template <int RUNNING> DEVICE void retire(int count = 1) {
     wgmma::wait<RUNNING>();
@@ -201,7 +195,7 @@ template <int OF> struct Consumer {
 #pragma unroll
     for (int i = 0; i < SLOTS; i++) {
       await_slot();
-      const u32 from = anew(rows), columns = slot_rows + ring.stage * (L::SLOT >> 4);
+      const u32 from = wgmma::anew(rows), columns = slot_rows + ring.stage * (L::SLOT >> 4);
       wgmma::fence();
 #pragma unroll
       for (int k = 0; k < min(4 * L::GRAIN, STEPS - 4 * L::GRAIN * i); k++) {
@@ -228,7 +222,7 @@ template <int OF> struct Consumer {
 #pragma unroll
     for (int i = 0; i < 2 * L::SUM_SLOTS; i++) {
       await_slot();
-      const u32 w = anew(weights + ((i < L::SUM_SLOTS ? share : 1 - share) * CHUNK >> 4));
+      const u32 w = wgmma::anew(weights + ((i < L::SUM_SLOTS ? share : 1 - share) * CHUNK >> 4));
       const u32 columns = slot_columns + ring.stage * (L::SLOT >> 4);
       wgmma::fence();
 #pragma unroll

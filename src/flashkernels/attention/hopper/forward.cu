@@ -11,6 +11,7 @@
 // which the build turns into an error) when their registers are copied, or when a branch lies between them and their
 // wait. docs/notes/hopper_forward.md has the rules.
 #include "epilogue.cuh"
+#include "queries.cuh"
 #include "values.cuh"
 #include "wgmma.cuh"
 
@@ -71,14 +72,11 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int lane) {
     if (!leader) return;
     mbarrier::expect(barrier, Q_BYTES);
     const int query = w.q_row + first_query(w, group), batch = VARLEN ? 0 : w.batch;
-    // A fifth dimension, for the heads of a pack, only where there is one: it slows the copy engine down.
-    auto load_chunk = [&](u32 to, const TensorMap& map, int column) {
-      if (PACK == 1) tma::load(to, map, barrier, column, query, w.head, batch);
-      else tma::load(to, map, barrier, column, 0, query, w.head, batch);
-    };
 #pragma unroll
-    for (int c = 0; c < K_CHUNKS; c++) load_chunk(to + c * 64 * K_WIDTH, p.q, c * K_WIDTH / ELEMENT);
-    if (K_REST) load_chunk(to + K_CHUNKS * 64 * K_WIDTH, p.q_rest, K_CHUNKS * K_WIDTH / ELEMENT);
+    for (int c = 0; c < K_CHUNKS; c++)
+      load_queries(to + c * 64 * K_WIDTH, p.q, barrier, c * K_WIDTH / ELEMENT, query, w.head, batch);
+    if (K_REST)
+      load_queries(to + K_CHUNKS * 64 * K_WIDTH, p.q_rest, barrier, K_CHUNKS * K_WIDTH / ELEMENT, query, w.head, batch);
   };
 
   int id = id_of(p, blockIdx.x / CLUSTER);
@@ -479,19 +477,6 @@ struct Consumer {
     if ((BAND || RAGGED) && !SPLIT) make_noted_again(p, noted, group, warp, lane, rank);
   }
 };
-
-// Packs that do not divide 64 leave rows of Q that no load fills. Whatever was there before could overflow the softmax
-// and make its warp take another reference: still right, but not the same bits in every run.
-DEVICE void clear_rows_of_nobody(u32 smem) {
-  for (int slot = 0; slot < GROUPS * Q_STAGES; slot++)
-    for (int chunk = 0; chunk < K_CHUNKS + (K_REST > 0); chunk++) {
-      const int width = chunk < K_CHUNKS ? K_WIDTH : K_REST;
-      const u32 at = smem + Q_AT + Q_TILE * slot + chunk * 64 * K_WIDTH;
-      for (int i = QUERIES * PACK * width + 4 * threadIdx.x; i < 64 * width; i += 4 * THREADS)
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + i), "r"(0) : "memory");
-    }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if CLUSTERED

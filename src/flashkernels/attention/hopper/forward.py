@@ -194,10 +194,10 @@ class Maps:
         variant = self.variant
         k_width, _, k_rest, v_width, _ = variant.chunks
         rows = v_rows = variant.tile.block_n // variant.tile.cluster
-        if variant.paged:
-            rows = v_rows = tiles.page_rows(variant.tile.block_n)
-        elif variant.wide:
+        if variant.wide:
             rows, v_rows = wide_source.box_rows(variant)
+        elif variant.paged:
+            rows = v_rows = tiles.page_rows(variant.tile.block_n)
         none = bytes(driver.MAP_BYTES)
         return b"".join((
             self.queries(q, k_width), self.queries(q, k_rest) if k_rest else none,

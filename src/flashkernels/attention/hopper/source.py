@@ -14,7 +14,7 @@ from flashkernels.jit.headers import constants, texts
 
 HEADERS = (
     "prelude", "counter", "mbarrier", "tma", "stores", "wgmma", "params", "layout", "work", "schedule", "mask",
-    "softmax", "careful", "epilogue", "values",
+    "softmax", "careful", "epilogue", "queries", "values",
 )  # fmt: skip
 SHARED_LIMIT = 232448  # bytes a block may have on sm_90
 REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}  # of a producer and a consumer thread, by consumer warpgroups

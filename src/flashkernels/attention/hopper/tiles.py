@@ -43,8 +43,9 @@ def choose(problem: AttentionProblem, multiprocessors: int, forced: object = Non
     `forced` is what `use_tile` asks for: a HopperTile, or "register" for one that keeps Q in registers.
     """
     if max(problem.head_dim, problem.head_dim_v) > 256:
-        tile = wide_tile(problem, SHARED_LIMIT, forced)
-        return Choice(variant_of(problem, tile, 1), query_tiles(problem, tile, 1))
+        pack = packs(problem, HopperTile(1, 128))
+        tile = wide_tile(problem, SHARED_LIMIT, forced, pack)
+        return Choice(variant_of(problem, tile, pack), query_tiles(problem, tile, pack))
     right, band, fp8 = problem.band[1], problem.band != (-1, -1), problem.dtype == "fp8"
     if fp8:
         tile = fp8_tile(max(problem.head_dim, problem.head_dim_v))

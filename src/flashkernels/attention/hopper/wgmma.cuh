@@ -32,6 +32,13 @@ DEVICE u32 by_column(u32 address, int width, int rows) {
   return ((address >> 4) & 0x3fff) + ((u32)((rows * width) >> 4) << 16);
 }
 
+// The same lower half, of which ptxas does not know that. Of an operand that stays in place it would keep one for each
+// step of a loop's products, in registers that it then spills, or moves to uniform ones before each wgmma (R2UR).
+DEVICE u32 anew(u32 lower) {
+  asm volatile("" : "+r"(lower));
+  return lower;
+}
+
 DEVICE u64 descriptor(u32 lower, int width) {
   u64 whole;
   asm("mov.b64 %0, {%1, %2};" : "=l"(whole) : "r"(lower), "r"(upper(width)));

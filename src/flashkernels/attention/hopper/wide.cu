@@ -11,6 +11,7 @@
 // Rows have one reference for their exponentials (softmax.cuh), on which the two warpgroups agree: with the first pair,
 // and when either of them outgrows it.
 #include "epilogue.cuh"
+#include "queries.cuh"
 #include "wgmma.cuh"
 
 enum Barrier { VOTE = 1, EXCHANGE, P_FREE };  // named ones; P_FREE + warpgroup: the other has taken its P
@@ -37,24 +38,33 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int share, int lane) {
     }
     ring.advance();
   };
+  // Where a tile starts: its row, and the batch, or of a paged cache the page. Pages are of whole tiles.
+  struct Start { int row, batch; };
+  auto start_of = [&](const Work& w, int tile) -> Start {
+    if (!PAGED) return {w.k_row + tile * BLOCK_N, batch};
+    const int key = max(0, min(tile * BLOCK_N, w.seq_k - 1));  // keys past the end are masked, whatever they are
+    return {key % p.page_size / BLOCK_N * BLOCK_N, p.pages[(i64)w.batch * p.max_pages + key / p.page_size]};
+  };
   auto load_k = [&](const Work& w, int tile) {
-    const int key = w.k_row + tile * BLOCK_N + rank * BOX;
+    const Start at = start_of(w, tile);
+    const int key = at.row + rank * K_ROWS;
 #pragma unroll 1
     for (int first = 0; first < K_CHUNKS; first += GRAIN) {
       const int chunks = min(GRAIN, K_CHUNKS - first);
       fill(chunks * CHUNK, [&](u32 to, u32 full) {
         for (int c = 0; c < chunks; c++)
-          tma::multicast(to + c * CHUNK + rank * BOX * 128, p.k, full, (first + c) * 64, key, kv_head, batch);
+          tma::multicast(to + c * CHUNK + rank * K_ROWS * 128, p.k, full, (first + c) * 64, key, kv_head, at.batch);
       });
     }
   };
   auto load_v = [&](const Work& w, int tile) {
-    const int key = w.k_row + tile * BLOCK_N, column = share * O_COLUMNS;
+    const Start at = start_of(w, tile);
+    const int column = share * O_COLUMNS;
 #pragma unroll 1
     for (int row = 0; row < BLOCK_N; row += V_ROWS)
       fill(V_BYTES, [&](u32 to, u32 full) {
         for (int c = rank; c < V_CHUNKS; c += CLUSTER)
-          tma::multicast(to + c * V_ROWS * 128, p.v, full, column + c * 64, key + row, kv_head, batch);
+          tma::multicast(to + c * V_ROWS * 128, p.v, full, column + c * 64, at.row + row, kv_head, at.batch);
       });
   };
   auto load_q = [&](const Work& w) {
@@ -63,7 +73,7 @@ DEVICE void produce(const Params& p, u32 smem, u32 rank, int share, int lane) {
     if (!leader) return;
     mbarrier::expect(smem + Q_FULL, Q_BYTES);
     for (int c = 0; c < K_CHUNKS; c++)
-      tma::load(smem + Q_AT + c * CHUNK, p.q, smem + Q_FULL, c * 64, w.q_row + w.block * BLOCK_Q, w.head, batch);
+      load_queries(smem + Q_AT + c * CHUNK, p.q, smem + Q_FULL, c * 64, w.q_row + w.block * BLOCK_Q, w.head, batch);
   };
 
   int t = blockIdx.x / CLUSTER;
@@ -157,12 +167,12 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < K_SLOTS; i++) {
       await_slot();
-      const u32 at_k = first_k + ring.stage * (SLOT >> 4);
+      const u32 from = wgmma::anew(at_q), at_k = first_k + ring.stage * (SLOT >> 4);
       wgmma::fence();
 #pragma unroll
       for (int k = 0; k < min(4 * GRAIN, QK_STEPS - 4 * GRAIN * i); k++) {
         const int step = 4 * GRAIN * i + k;
-        const u64 a = wgmma::descriptor(at_q + ((step / 4 * CHUNK + k % 4 * 32) >> 4), 128);
+        const u64 a = wgmma::descriptor(from + ((step / 4 * CHUNK + k % 4 * 32) >> 4), 128);
         mma_qk(s, a, wgmma::descriptor(at_k + ((k / 4 * CHUNK + k % 4 * 32) >> 4), 128), step > 0);
       }
       wgmma::commit();
@@ -431,6 +441,7 @@ forward(const __grid_constant__ Params p) {
     }
     mbarrier::publish();
   }
+  if constexpr (QUERIES * PACK < 64) clear_rows_of_nobody(smem);
   if (CLUSTER > 1) cluster_sync();
   else __syncthreads();
 

@@ -18,9 +18,10 @@ constexpr int V_BYTES = V_ROWS * 128 * V_CHUNKS;
 constexpr int LAG = V_SLOTS;
 constexpr int SHORT = K_SLOTS < 2 / GRAIN ? K_SLOTS : 2 / GRAIN;
 
-constexpr int Q_BYTES = K_CHUNKS * CHUNK;
+constexpr int K_ROWS = BLOCK_N / CLUSTER;  // that one block of a cluster loads of a tile of K
+constexpr int Q_TILE = K_CHUNKS * CHUNK, Q_BYTES = QUERIES * PACK * 128 * K_CHUNKS;
 constexpr int Q_AT = 0;
-constexpr int P_AT = Q_BYTES;  // [warpgroup], 64 rows x 64 keys
+constexpr int P_AT = Q_TILE;  // [warpgroup], 64 rows x 64 keys
 constexpr int RING_AT = P_AT + CONSUMERS * CHUNK;
 constexpr int Q_FULL = RING_AT + CONSUMERS * STAGES * SLOT;  // barriers, 8 bytes each
 constexpr int Q_EMPTY = Q_FULL + 8;
@@ -36,5 +37,5 @@ constexpr int SHARED_BYTES = POISONED_AT + 16 * CONSUMERS;
 static_assert(SHARED_BYTES == SHARED_MEMORY, "wide_source.py and wide_layout.cuh disagree about shared memory");
 static_assert(V_BYTES <= SLOT && V_CHUNKS * 64 >= O_COLUMNS, "V does not fit its slot");
 static_assert(STAGES > LAG, "a warpgroup would wait for a slot that it holds itself");
-static_assert(BLOCK_N == 64 && GROUPS == 1 && PACK == 1 && !(FP8 || PAGED || SPLIT), "what wide heads do not have");
+static_assert(BLOCK_N == 64 && GROUPS == 1 && Q_STAGES == 1 && !(FP8 || SPLIT), "what wide heads do not have");
 static_assert(WORK_AT % 16 == 0 && RING_AT % 1024 == 0, "alignment");

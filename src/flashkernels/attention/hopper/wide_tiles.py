@@ -10,8 +10,9 @@ from flashkernels.attention.problem import AttentionProblem
 from flashkernels.tiling import TilingError
 
 
-def wide_tile(problem: AttentionProblem, limit: int, forced: object = None) -> HopperTile:
-    """64 rows, and 128 keys at a time; two blocks share their loads unless one has all rows.
+def wide_tile(problem: AttentionProblem, limit: int, forced: object = None, pack: int = 1) -> HopperTile:
+    """64 rows, and 128 keys at a time; two blocks share their loads unless one has all rows. `pack`: query heads that
+    share a row block.
 
     The rings take all of the shared memory, `limit` bytes, that Q and P leave.
     """
@@ -21,7 +22,7 @@ def wide_tile(problem: AttentionProblem, limit: int, forced: object = None) -> H
         raise TilingError(
             f"use_tile asks for {getattr(forced, 'name', forced)}, which the Hopper kernel of wide heads does not have"
         )
-    tile = HopperTile(1, 128, cluster=2 if problem.seq_q > 64 else 1)
+    tile = HopperTile(1, 128, cluster=2 if problem.seq_q > 64 // pack else 1)
     return filled(tile, problem.head_dim, problem.head_dim_v, limit)
 
 
