@@ -140,10 +140,11 @@ struct Consumer {
   }
 
   template <int STEPS> DEVICE void issue_scores(float (&to)[SCORES], u32 rows, u32 keys) {  // rows·keysᵀ
+    const u32 from = D > 240 ? wgmma::anew(rows) : rows;  // up to there ptxas needs no help
     wgmma::fence();
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {
-      const u64 a = wgmma::descriptor(rows + (column_step(i, BLOCK) >> 4), ROW);
+      const u64 a = wgmma::descriptor(from + (column_step(i, BLOCK) >> 4), ROW);
       const u64 b = wgmma::descriptor(keys + (column_step(i, 64) >> 4), ROW);
       if (i == 0) mma_scores_first(to, a, b);
       else mma_scores(to, a, b);
