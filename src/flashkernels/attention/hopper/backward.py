@@ -157,11 +157,9 @@ def launches_of(
 
     then("rows", params.places // variant.tile.queries, 256)
     if variant.tile.wide:
-        keys = params.key_blocks * call.kv_heads * copies
         then("keys", blocks_to_look_through(call, variant, params), 128)
-        then("gradient_of_queries", own * variant.tile.cluster)
-        then("gradient_of_keys", keys * variant.tile.cluster if variant.want_k else 0)
-        then("gradient_of_values", keys * variant.tile.cluster if variant.want_v else 0)
+        keys = params.key_blocks * call.kv_heads * copies
+        then("backward", variant.tile.cluster * (own + keys * (variant.want_k + variant.want_v)))
         return found
     then("order", -(-call.batch // 128) if call.varlen else 0, 128)
     if variant.adds_dq or variant.want_k or variant.want_v:

@@ -56,7 +56,7 @@ def _wide_seconds(problem: BackwardProblem, variant: BackwardVariant, gpu: Gpu) 
     call, size = problem.call, wide.ROWS * variant.tile.cluster
     heads, keys = call.total_q * call.heads, call.total_k * call.kv_heads
     total = 4 * LAUNCH + 4 * heads * call.head_dim_v / (REACHED * gpu.bandwidth)  # of O and dO
-    for name in (name for name in wide.KERNELS if getattr(variant, f"want_{name}")):
+    for name in (name for name in wide.GRADIENTS if getattr(variant, f"want_{name}")):
         blocks = max(1.0, (heads if name == "q" else keys) / wide.ROWS)
         # pairs of a query and a key that its blocks look at: of each about half a step more at either end of a band
         ends = blocks * wide.ROWS * (size + wide.QUERIES) / 2 * sum(side >= 0 for side in call.band)

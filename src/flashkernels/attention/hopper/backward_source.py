@@ -154,13 +154,14 @@ class BackwardVariant:
     @property
     def kernels(self) -> dict[str, int]:
         """Those with matrix products, and the bytes of shared memory that a block of each takes."""
-        if self.tile.wide:
-            return {kernel: wide.rings(self, name).shared for name, kernel in wide.KERNELS.items()}
-        return {"backward": self.shared, **({"gradient_of_queries": self.own_shared} if self.own_dq else {})}
+        own = {"gradient_of_queries": self.own_shared} if self.own_dq and not self.tile.wide else {}
+        return {"backward": self.shared, **own}
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory of `backward`; backward_layout.cuh asserts the same."""
+        if self.tile.wide:
+            return max(wide.rings(self, name).shared for name in wide.GRADIENTS)
         tile, block = self.tile, self.tile.queries
         k_row, v_row = (128 * -(-dim // 64) for dim in (self.head_dim, self.head_dim_v))
         size = tile.keys * (k_row + v_row) + block * (tile.q_stages * k_row + 2 * v_row)

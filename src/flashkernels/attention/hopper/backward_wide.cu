@@ -1,8 +1,9 @@
 // Attention backward for Hopper (sm_90a) and heads of up to 512 columns, of which the sums of one gradient alone fill
 // the registers of two warpgroups. backward.cu has the narrower ones, and the headers that both share.
 //
-// Kernels: `rows` makes what is needed of each query row, `keys` finds NaN in K and V; then dQ, dK and dV have one each,
-// from one template: 8 products for 5, and nothing is added in memory, so all is the same to the bit in every run.
+// Kernels: `rows` makes what is needed of each query row, `keys` finds NaN in K and V, and `backward` makes the gradients.
+// Each is made by itself, by one template: 8 products for 5, and nothing is added in memory, so all is the same to the
+// bit in every run.
 //
 // A block makes the gradient of 64 rows, queries or keys, and has two consumer warpgroups. The other side passes by in
 // pairs of tiles of 64 columns: each warpgroup makes the weights W of one tile, P for dV and dS for dQ and dK, over the
@@ -353,16 +354,14 @@ template <int OF> struct Consumer {
   }
 };
 
-template <int OF> DEVICE void make(const Params& p) {
+// Barriers, and then each warp's part.
+template <int OF> DEVICE void make(const Params& p, u32 smem, int cluster) {
   using L = Layout<OF>;
-  wait_for_previous();
-  extern __shared__ __align__(1024) char shared_memory[];
-  const u32 smem = shared_address(shared_memory);
   const int warpgroup = __shfl_sync(~0u, (int)threadIdx.x / 128, 0);
   const int warp = __shfl_sync(~0u, (int)threadIdx.x / 32 % 4, 0);
   const int lane = threadIdx.x % 32;
   const u32 rank = cluster_rank();
-  const Place x = place_of<OF>(p, rank);
+  const Place x = place_of<OF>(p, cluster, rank);
   if (x.first - rank * 64 >= x.rows) return;  // all blocks of the cluster do
 
   if (threadIdx.x == 0) {
@@ -386,7 +385,16 @@ template <int OF> DEVICE void make(const Params& p) {
   cluster_sync();  // no block leaves while another may still write into it
 }
 
-#define BLOCKS __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1)
-extern "C" __global__ void BLOCKS gradient_of_queries(const __grid_constant__ Params p) { make<OF_Q>(p); }
-extern "C" __global__ void BLOCKS gradient_of_keys(const __grid_constant__ Params p) { make<OF_K>(p); }
-extern "C" __global__ void BLOCKS gradient_of_values(const __grid_constant__ Params p) { make<OF_V>(p); }
+// All gradients that are wanted, in one launch, so that none waits for the last blocks of another: those with the most
+// products come first.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER, 1, 1)
+backward(const __grid_constant__ Params p) {
+  wait_for_previous();
+  extern __shared__ __align__(1024) char shared_memory[];
+  const u32 smem = shared_address(shared_memory);
+  const int copies = VARLEN ? 1 : p.batch, cluster = blockIdx.x / CLUSTER;
+  const int of_q = p.dq ? p.own_blocks * p.heads * copies : 0, of_k = p.dk ? p.key_blocks * p.kv_heads * copies : 0;
+  if (cluster < of_q) make<OF_Q>(p, smem, cluster);
+  else if (cluster < of_q + of_k) make<OF_K>(p, smem, cluster - of_q);
+  else make<OF_V>(p, smem, cluster - of_q - of_k);
+}

@@ -27,11 +27,11 @@ struct Place {
   int begin, end;          // pairs of tiles that some row of the cluster sees
 };
 
-template <int OF> DEVICE Place place_of(const Params& p, u32 rank) {
+template <int OF> DEVICE Place place_of(const Params& p, int cluster, u32 rank) {
   using S = Side<OF>;
   Place x;
   const int blocks = S::QUERIES ? p.own_blocks : p.key_blocks, heads = S::QUERIES ? p.heads : p.kv_heads;
-  const int cluster = blockIdx.x / CLUSTER, line = cluster / blocks;
+  const int line = cluster / blocks;
   int at = cluster % blocks;
   if (S::QUERIES) at = blocks - 1 - at;  // under a causal mask the last queries and the first keys see the most
   if (VARLEN) {

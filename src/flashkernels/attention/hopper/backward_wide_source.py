@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 ROWS = 64  # of a gradient, that a block makes
 QUERIES = 128  # that pass by in a step, or keys
-KERNELS = {"q": "gradient_of_queries", "k": "gradient_of_keys", "v": "gradient_of_values"}
+GRADIENTS = ("q", "k", "v")
 BOX = 16  # rows that one load brings
 
 
 class Rings(NamedTuple):
-    """The slots that the operands which pass by go through, of one gradient's kernel."""
+    """The slots that the operands which pass by go through, of one gradient."""
 
     grain: int  # of a slot, in chunks of 64 rows and columns
     stages: int  # slots of each of the two warpgroups
-    shared: int  # bytes of shared memory that the kernel takes; backward_wide_layout.cuh asserts the same
+    shared: int  # bytes of shared memory that all of it takes; backward_wide_layout.cuh asserts the same
 
 
 def rings(variant: BackwardVariant, name: str) -> Rings:
@@ -44,7 +44,7 @@ def rings(variant: BackwardVariant, name: str) -> Rings:
 
 
 def step_bytes(variant: BackwardVariant, name: str) -> int:
-    """Traffic of shared memory in a step of one gradient's kernel, which is what binds it: a product of 64 x 64 scores
+    """Traffic of shared memory in a step of one gradient, which is what binds it: a product of 64 x 64 scores
     reads 4 KB for 16 columns, in 32 cycles of the tensor cores.
 
     >>> from flashkernels.attention.hopper.backward_source import BackwardTile, BackwardVariant
@@ -63,7 +63,7 @@ def step_bytes(variant: BackwardVariant, name: str) -> int:
 def numbers(variant: BackwardVariant) -> dict[str, int]:
     """Constants of `config.cuh` that only wide heads have."""
     found = {}
-    for name in KERNELS:
+    for name in GRADIENTS:
         for what, value in rings(variant, name)._asdict().items():
             found[f"{name}_{what}".upper()] = value
     return found
