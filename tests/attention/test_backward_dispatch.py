@@ -29,7 +29,7 @@ def served(problem: AttentionProblem, gpu: str | None = "h200", wanted: str = "q
 def test_the_table_serves_every_backward() -> None:
     assert served(H200) == served(H200, impl="hopper") == served(H200, wanted="q sinks", deterministic=True) == "hopper"
     assert served(H200, impl="triton") == served(H200, "a100") == "triton"
-    others: list[dict[str, Any]] = [{"head_dim": 512}, {"dropout_p": 0.1}, {"mask": "bool"}]
+    others: list[dict[str, Any]] = [{"dtype": "fp32"}, {"dropout_p": 0.1}, {"mask": "bool"}]
     for beyond in (*others, {"unaddressable": "q: odd"}):
         problem = replace(H200, **beyond)
         assert served(problem) == "triton"
@@ -38,7 +38,9 @@ def test_the_table_serves_every_backward() -> None:
     assert served(replace(H200, mask="float"), wanted="q mask") == "triton"
     assert served(H200, impl="torch") == served(H200, saved=False) == "torch"
     assert served(replace(H200, dtype="fp64")) == served(replace(H200, device="cpu"), None) == "torch"
-    wide = replace(H200, head_dim=512, head_dim_v=512, dtype="fp32")
+    wide = replace(H200, head_dim=512, head_dim_v=512)
+    assert served(wide) == "hopper"
+    wide = replace(wide, dtype="fp32")
     assert served(wide) == "triton" and served(wide, "rtx5090") == "torch"
 
 

@@ -72,18 +72,15 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["adds", "late", "own"])
+@pytest.fixture(params=[False, True], ids=["adds", "own"])
 def own_dq(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """dQ by additions in memory, and by a kernel of its own, whatever the problem would take; and the former with a
-    late look for NaN."""
-    choose, own = backward_tiles.choose, request.param == "own"
+    """dQ by additions in memory, and by a kernel of its own, whatever the problem would take."""
+    choose, own = backward_tiles.choose, bool(request.param)
     if not own and getattr(request.node, "callspec", None) and request.node.callspec.params.get("dim", 0) > 256:
         pytest.skip("heads over 256 have no other")
 
     def chosen(problem: BackwardProblem) -> BackwardVariant:
-        variant = choose(replace(problem, deterministic=own))
-        late = request.param == "late" and not variant.tile.paired
-        return replace(variant, own_dq=own, tile=replace(variant.tile, late_look=late))
+        return replace(choose(replace(problem, deterministic=own)), own_dq=own)
 
     monkeypatch.setattr(backward_tiles, "choose", chosen)
     return own

@@ -31,8 +31,7 @@ SAMPLE = (
     variant(72, want_q=False),
     variant(192, 128, right=True),
     variant(72, right=True, deterministic=True),
-    *(one for one in VARIANTS if one.tile.cluster > 1 and one.head_dim in (64, 128)),
-    *(one for one in VARIANTS if one.tile.late_look and one.head_dim in (96, 128)),
+    *(one for one in VARIANTS if one.tile.cluster > 1 and one.head_dim in (64, 96)),
     replace(variant(256, right=True), own_dq=False),
     variant(512),
     variant(328, 512, right=True),
@@ -61,8 +60,7 @@ def products(one: BackwardVariant) -> int:
     # without one for each warpgroup, and where warpgroups take turns one more for an odd end.
     turn = 1 if one.shares_dq else 2
     steps, with_dq = 1 + 3 * turn + (turn > 1), 3 + (turn > 1)
-    again = dp if one.tile.late_look and one.tile.tall else 0  # of a tile's first block, where V was not finite
-    return (1 + steps) * (s + dv + dp + dk) + (1 + with_dq) * dq + again
+    return (1 + steps) * (s + dv + dp + dk) + (1 + with_dq) * dq
 
 
 def wide_products(one: BackwardVariant) -> int:
@@ -142,7 +140,7 @@ def test_the_list_is_distinct_and_has_every_flag_and_size() -> None:
             assert {getattr(one, flag) for one in some} == {False, True}, flag
     for flag in ("own_dq", "want_q", "want_k", "want_v"):
         assert {getattr(one, flag) for one in VARIANTS} == {False, True}, flag
-    for flag in ("paired", "halves", "kv_in_registers", "separate", "tall", "staged", "sends", "late_look"):
+    for flag in ("paired", "halves", "kv_in_registers", "separate", "tall", "staged", "sends"):
         assert {getattr(one.tile, flag) for one in VARIANTS} == {False, True}, flag
     assert {one.tile.cluster for one in VARIANTS} == {1, 2}
     assert {one.tile.cluster for one in WIDE_VARIANTS} == {2} and all(one.tile.wide for one in WIDE_VARIANTS)
@@ -215,6 +213,22 @@ def test_it_serves_hopper_only() -> None:
     problem = BackwardProblem(CALL, ("q", "k", "v", "sinks"))
     assert tiles.rejects(problem, lookup("h200")) is None
     assert "needs compute capability 9.0" in str(tiles.rejects(problem, lookup("a100")))
+
+
+@pytest.mark.parametrize(
+    ("changed", "cluster"),
+    [
+        ({}, 2), ({"head_dim": 64, "head_dim_v": 64}, 2), ({"head_dim": 72, "head_dim_v": 72}, 1), ({"seq_k": 2049}, 1),
+        ({"seq_k": 1024}, 1), ({"causal": True}, 1), ({"window": (500, -1)}, 1), ({"softcap": True}, 1),
+        ({"head_dim_v": 64}, 1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_neighbours_share_their_loads_where_that_was_faster(changed: dict[str, object], cluster: int) -> None:
+    call = replace(CALL, **({"seq_k": 4096, "head_dim": 96, "head_dim_v": 96} | changed))
+    for deterministic in (False, True):
+        one = tiles.choose(BackwardProblem(call, ("q", "k", "v"), deterministic=deterministic))
+        assert one.tile.cluster == (1 if deterministic else cluster)
 
 
 @given(

@@ -114,8 +114,6 @@ def leaves_hopper(problem: BackwardProblem, gpu: Gpu | None) -> str | None:
     """The backward follows a forward that was asked for by name."""
     if problem.impl in ("triton", "torch"):
         return f"impl={problem.impl!r} was asked for"
-    if (widest := max(problem.call.head_dim, problem.call.head_dim_v)) > 256 and problem.impl != "hopper":
-        return f"head_dim={widest} is over 256: no GPU has timed that kernel yet; impl='hopper' asks for it"
     return None
 
 

@@ -109,10 +109,8 @@ def _all() -> Iterator[BackwardVariant]:
             yield variant(dim, **flags)
     for dim in (96, 104, 112, 120, 192):
         yield variant(dim, varlen=True, **LOGITS)
-    for one in (variant(64), variant(128)):
+    for one in (*map(variant, (64, 80, 88, 96)), variant(64, alibi=True), variant(96, fp16=True)):
         yield replace(one, tile=replace(one.tile, cluster=2))
-    for one in (*(variant(dim, right=True) for dim in (64, 72, 96, 128)), variant(128, right=True, varlen=True)):
-        yield replace(one, tile=replace(one.tile, late_look=True))
     yield replace(variant(192), own_dq=False)  # pairs that add dQ
     yield replace(variant(256, right=True), own_dq=False)
 

@@ -2,8 +2,6 @@
 #pragma once
 #include "backward_params.cuh"
 
-constexpr bool LOOKS_LATE = HIDES && LATE_LOOK;
-static_assert(!PAIRED || !LATE_LOOK, "a pair looks at a tile's start");
 // Arrivals that give back a block of Q or dO: of a cluster, from each block's warps.
 constexpr int ROWS_RELEASES = CLUSTER == 1 ? 8 * RELEASES : 8 * CLUSTER;
 static_assert(CLUSTER == 1 || !HIDES, "under a mask, the blocks of a cluster would not see the same queries");

@@ -44,7 +44,6 @@ class BackwardTile:
     queries: int = 64  # of a block; with more, tall, dQ is made on its side
     staged: bool = False  # not paired: dQ goes through shared memory, and the copy engine adds it
     sends: bool = False  # staged: so do dK and dV, and it writes them
-    late_look: bool = False  # not paired: NaN in K and V are looked for behind a tile's first products
     cluster: int = 1  # blocks with neighbouring keys that share their loads of Q and dO: not under a mask, unless wide
     wide: bool = False  # 64 queries or keys a block, and a kernel for each gradient: heads over 256
 
@@ -60,8 +59,7 @@ class BackwardTile:
     def name(self) -> str:
         flags = (
             ("halves", self.halves), ("register", self.kv_in_registers), ("separate", self.separate),
-            ("staged", self.staged), ("sends", self.sends), ("late_look", self.late_look),
-            (f"cluster{self.cluster}", self.cluster > 1),
+            ("staged", self.staged), ("sends", self.sends), (f"cluster{self.cluster}", self.cluster > 1),
         )  # fmt: skip
         kind = "paired" if self.paired else f"tall{self.queries}" if self.tall else "split"
         kinds = ("wide",) if self.wide else (kind, f"q{self.q_stages}")
@@ -191,7 +189,6 @@ def config(variant: BackwardVariant) -> str:
         "VARLEN": v.varlen, "WANT_Q": v.adds_dq, "WANT_K": v.want_k, "WANT_V": v.want_v, "PAIRED": tile.paired,
         "HALVES": tile.halves, "KV_IN_REGISTERS": tile.kv_in_registers, "SEPARATE": tile.separate, "TALL": tile.tall,
         "STAGED": tile.staged, "SENDS": tile.sends, "SHARES_DQ": v.shares_dq,
-        "LATE_LOOK": tile.late_look,
     }  # fmt: skip
     return constants(
         numbers, flags, f"#define PAIRED_CONSUMERS {int(tile.paired)}", f"#define TALL_BLOCKS {int(tile.tall)}",

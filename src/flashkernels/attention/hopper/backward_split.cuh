@@ -132,7 +132,6 @@ struct Consumer : Tile {
       await_q(q);
       fall_behind();
       issue_s(q.stage);
-      if (clean_late() && KV_IN_REGISTERS) load_keys();
       wgmma::wait<0>();
       keep(s);
       weigh<true>(s, q.stage, weights, none);

@@ -117,10 +117,6 @@ struct Consumer : Tile {
       fall_behind();
       issue_s(q.stage);
       issue_dp(done);
-      if (clean_late()) {
-        load_deltas(done);
-        issue_dp(done);
-      }
       weigh_block<true>(q.stage, done);
       let_follow();
       advance();

@@ -14,7 +14,6 @@ constexpr int TURN = SHARES_DQ ? 1 : 2;  // blocks; of one of them, this warpgro
 
 // `lowest` of keys that the walk hides from all queries: not there, or with a NaN or Inf; and of such that one sees.
 constexpr int HIDDEN = 1 << 30, HARMED = HIDDEN + 1;
-constexpr u32 FOUND = 1 << 8;  // some key of the tile has one
 
 struct Tile {
   const Params& p;
@@ -84,7 +83,7 @@ struct Tile {
     mbarrier::wait(smem + K_FULL, slot());
     mbarrier::wait(smem + V_FULL, slot());
     u32 bad = 0;
-    if (HIDES && !LOOKS_LATE) bad = clean();
+    if (HIDES) bad = clean();
     clear_from = broadcast(clear_to ? clear_from : 1 << 30);
     if (LEFT || VARLEN) clear_to = broadcast(clear_to);
 #pragma unroll
@@ -145,23 +144,15 @@ struct Tile {
   // it becomes 0, and its key hidden. dQ of such a row is NaN by `rows`, dK and dV of such a key by `store`. Returns,
   // in bits 0 and 4, whether the thread's two keys are such.
   DEVICE u32 clean() {
-    constexpr u32 WHO = LOOKS_LATE ? 128 : 256, CHUNK = (LOOKS_LATE ? 64 : KEYS) * ROW, ALL = CHUNK * (K_CHUNKS + V_CHUNKS);
-    const u32 thread = (LOOKS_LATE ? 0 : group * 128) + warp * 32 + lane;
-    const int barrier = LOOKS_LATE ? 3 + group : 1;
-    auto place = [&](u32 at) {  // K and V lie side by side
-      return LOOKS_LATE ? at / CHUNK * (KEYS * ROW) + group * CHUNK + at % CHUNK : at;
-    };
+    const u32 thread = group * 128 + warp * 32 + lane;
     bool mine = false;
 #pragma unroll 4
-    for (u32 at = thread * 16; at < ALL; at += WHO * 16) mine |= has_bad(load_shared(smem + K_AT + place(at)));
-    if (!named_barrier::any(barrier, WHO, mine)) return 0;
-    if (LOOKS_LATE) wgmma::wait_rare<0>();
-    const u32 words = smem + BAD_AT + (LOOKS_LATE ? 8 * group : 0);
-    if (thread < WHO / 64) asm volatile("st.shared.u32 [%0], %1;" ::"r"(words + 4 * thread), "r"(0) : "memory");
-    named_barrier::sync(barrier, WHO);
+    for (u32 at = thread * 16; at < K_TILE + V_TILE; at += 256 * 16) mine |= has_bad(load_shared(smem + K_AT + at));
+    if (!named_barrier::any(1, 256, mine)) return 0;
+    if (thread < 4) asm volatile("st.shared.u32 [%0], %1;" ::"r"(smem + BAD_AT + 4 * thread), "r"(0) : "memory");
+    named_barrier::sync(1, 256);
 #pragma unroll 1
-    for (u32 i = thread * 16; i < ALL; i += WHO * 16) {
-      const u32 at = place(i);
+    for (u32 at = thread * 16; at < K_TILE + V_TILE; at += 256 * 16) {
       const uint4 x = load_shared(smem + K_AT + at);
       if (!has_bad(x)) continue;
       store_shared(smem + K_AT + at, finite(x));
@@ -170,29 +161,13 @@ struct Tile {
         asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(smem + BAD_AT + key / 32 * 4), "r"(1u << key % 32) : "memory");
     }
     publish_shared();
-    named_barrier::sync(barrier, WHO);
-    if (!LOOKS_LATE) clear_to = 0;
+    named_barrier::sync(1, 256);
+    clear_to = 0;
     u32 bits;
     const u32 key = (PAIRED ? 0 : group * 64) + warp * 16 + lane / 4;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(bits) : "r"(smem + BAD_AT + key / 32 * 4) : "memory");
     bits >>= key % 32;
-    return (bits & 1) | (bits >> 8 & 1) << 4 | (LOOKS_LATE ? FOUND : 0);
-  }
-
-  // The same behind the first products of a tile, which hide it, of this warpgroup's keys. Scores and weights of the
-  // first block are right in any case: a key that is not finite is hidden from rows, or else these are NaN. True: they
-  // are complete, and dP is still to be made.
-  DEVICE bool clean_late() {
-    if constexpr (!LOOKS_LATE) return false;
-    const u32 bad = clean();
-    const bool found = broadcast(bad);
-    clear_from = broadcast(found ? 1 << 30 : clear_from);
-    if (!found) return false;
-#pragma unroll
-    for (int r = 0; r < 2; r++)
-      if (bad >> (4 * r) & 1 && lowest[r] != HIDDEN)
-        lowest[r] = max(lowest[r] + 2 * (lane & 3), 0) <= highest[r] + 2 * (lane & 3) ? HARMED : HIDDEN;
-    return true;
+    return (bits & 1) | (bits >> 8 & 1) << 4;
   }
 
   // --- matrix products
