@@ -35,7 +35,7 @@ def seconds(problem: BackwardProblem, variant: BackwardVariant, gpu: Gpu) -> flo
     moved += rows * 10 * call.head_dim if variant.adds_dq else 0  # sums set to 0, read, and dQ in 16 bits
     walks = [steps * call.heads // call.kv_heads for steps in query_blocks(call, variant)]
     mean = sum(walks) / len(walks)
-    rounds = most_tiles(call, variant) / gpu.sms
+    rounds = most_tiles(call, variant) * tile.cluster / gpu.sms
     if min(walks) == max(walks) or rounds < 1:  # unequal ones, heavy ones first, fill the last round
         rounds = ceil(rounds)
     deep, deep_v = (-(-dim // 16) * 16 for dim in (call.head_dim, call.head_dim_v))
