@@ -36,6 +36,7 @@ def test_the_text_says_it_all() -> None:
     assert "  dQ added by the copy engine" in lines
     assert any(line.startswith("  columns: 80 for 72 in Q·Kᵀ, 80 for 72 in dO·Vᵀ") for line in lines)
     assert any("vary from run to run" in line for line in lines)
+    assert "share their loads" not in str(found)
     assert f"work: {found.problem.flops() / 1e9:.4g} GFLOP" in str(found)
     rate = found.problem.flops() / found.predicted / 1e12
     assert f"predicted: {found.predicted * 1e6:.1f} µs, {rate:.0f} TFLOPS" in lines[-1]
@@ -66,6 +67,11 @@ def test_deterministic_gradients_have_a_kernel_of_their_own_for_dq() -> None:
     assert (usual.repeatable, fixed.repeatable) == (False, True)
     assert "7 products for 5" in str(fixed) and "same bits in every run" in str(fixed)
     assert "vary from run" not in str(fixed) and fixed.predicted > usual.predicted
+
+
+def test_neighbours_that_share_their_loads_are_named() -> None:
+    text = str(why(replace(CALL, head_dim=96, head_dim_v=96, causal=False)))
+    assert "two blocks share their loads" in text and "pairs of tiles" in text
 
 
 @pytest.mark.parametrize("wanted", [WANTED, ("k",), ("q", "v")], ids=",".join)

@@ -147,6 +147,7 @@ def _hopper_lines(variant: BackwardVariant, problem: BackwardProblem) -> list[st
         return _wide_lines(variant, call)
     flags = [words for name, words in WORDS.items() if getattr(tile, name)]
     flags += ["each warpgroup half of dQ's columns"] if tile.halves and variant.adds_dq else []
+    flags += ["two blocks share their loads"] if tile.cluster > 1 else []
     keys = "two warpgroups on the same 64 keys" if tile.paired else "64 keys for each of two warpgroups"
     if not variant.want_q:
         dq = "no dQ"
@@ -161,7 +162,7 @@ def _hopper_lines(variant: BackwardVariant, problem: BackwardProblem) -> list[st
         f"  {dq}",
         f"  columns: {deep} for {call.head_dim} in Q·Kᵀ, {deep_v} for {call.head_dim_v} in dO·Vᵀ, "
         "their own number in dQ, dK and dV",
-        f"  {variant.shared / 1024:.0f} KiB shared, {most}{tiles} tiles",
+        f"  {variant.shared / 1024:.0f} KiB shared, {most}{tiles} {'pairs of ' if tile.cluster > 1 else ''}tiles",
     ]
 
 
@@ -172,9 +173,9 @@ def _wide_lines(variant: BackwardVariant, call: AttentionProblem) -> list[str]:
     deep, deep_v = (-(-dim // 16) * 16 for dim in (call.head_dim, call.head_dim_v))
     rings = {name: wide.rings(variant, name) for name in wanted}
     return [
-        f"  {wide.ROWS} rows of a gradient a block, {wide.QUERIES} of the other side a step"
-        + (", two blocks share their loads" if variant.tile.cluster > 1 else ""),
-        f"  a kernel for each gradient, and products of each: {made}, for 5 in all that are counted",
+        f"  {wide.ROWS} rows of a gradient a block, {wide.QUERIES} of the other side a step, "
+        "two blocks share their loads",
+        f"  each gradient by blocks of its own; products of each: {made}, for 5 in all that are counted",
         f"  columns: {deep} for {call.head_dim} in Q·Kᵀ, {deep_v} for {call.head_dim_v} in dO·Vᵀ, "
         "half of their own number, in eights, for each warpgroup in dQ, dK and dV",
         f"  {', '.join(f'd{name.upper()} {ring.shared / 1024:.0f}' for name, ring in rings.items())} KiB shared",
