@@ -98,6 +98,8 @@ GRADIENTS = (
     ("softcap", Shape(b=1, sq=130, sk=130, h=2, hkv=1, d=72), False),  # pairs
     ("causal", Shape(b=1, sq=100, sk=130, h=2, hkv=1, d=160), False),
     ("causal", Shape(b=1, sq=100, sk=200, h=2, hkv=1, d=256), False),
+    ("plain", Shape(b=1, sq=230, sk=2048, h=2, hkv=1, d=64), False),  # neighbours share their loads; tall
+    ("plain", Shape(b=1, sq=230, sk=2048, h=2, hkv=1, d=96), False),  # likewise, in turns
     ("plain", Shape(b=1, sq=150, sk=200, h=2, hkv=1, d=512), False),  # wide
     ("causal+alibi", Shape(b=1, sq=150, sk=200, h=2, hkv=1, d=264, dv=320), False),
 )
