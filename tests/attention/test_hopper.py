@@ -196,11 +196,11 @@ LAST_ROUND = Shape(b=1, sq=2048, sk=4100, h=40, hkv=4, d=64)
 @pytest.mark.parametrize("shape", [
     LAST_ROUND, LAST_ROUND.but(d=72, h=64), LAST_ROUND.but(d=104, h=28), LAST_ROUND.but(d=128),
     LAST_ROUND.but(d=256, h=28), LAST_ROUND.but(d=120, b=2), LAST_ROUND.but(d=192, sq=2000, sk=3000, h=44),
-    LAST_ROUND.but(b=3, sq=100, sk=9000, h=32),
+    LAST_ROUND.but(b=3, sq=100, sk=9000, h=32), LAST_ROUND.but(sq=1000, h=100),
 ], ids=str)  # fmt: skip
 def test_the_last_round_is_cut_by_keys(shape: Shape, features: tuple[str, ...]) -> None:
     """Tiles behind the last full round (of the last shape all), shared by the blocks: with one part in a share and with
-    two, in clusters and without."""
+    two, in clusters and without, with two to four warpgroups."""
     inputs = cuda(shape)
     more = {name: value for feature in features for name, value in keywords(feature, shape, "cuda").items()}
     chosen = tiles.choose(problem_of(*inputs, **more), multiprocessors())
@@ -225,8 +225,8 @@ def test_many_tiles_of_one_key_block(dim: int, causal: bool) -> None:
 @pytest.mark.parametrize(("more_keys", "hkv"), [(0, 40), (333, 8), (-700, 40)], ids=["square", "grouped", "unseen"])
 def test_blocks_share_loads_under_a_causal_mask(dim: int, more_keys: int, hkv: int) -> None:
     """Blocks of a cluster see different numbers of keys, and hand back what only the other one sees."""
-    shape = Shape(b=2, sq=1530, sk=1530 + more_keys, h=40, hkv=hkv, d=dim)
-    q, k, v = cuda(shape)
+    b, sq = (3, 1150) if dim == 64 else (2, 1530)  # rows that four warpgroups would not fill
+    q, k, v = cuda(Shape(b=b, sq=sq, sk=sq + more_keys, h=40, hkv=hkv, d=dim))
     assert tiles.choose(problem_of(q, k, v, causal=True), multiprocessors()).variant.tile.cluster == 2
     first, _ = check(q, k, v, causal=True, impl=IMPL)
     for _ in range(10):
@@ -234,6 +234,27 @@ def test_blocks_share_loads_under_a_causal_mask(dim: int, more_keys: int, hkv: i
     clean = first[:, :700].clone()
     v[:, 700 + more_keys :] = NAN  # hidden from the first 700 queries
     torch.testing.assert_close(fk.attention(q, k, v, causal=True, impl=IMPL)[:, :700], clean, atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("feature", ["plain", "causal", "right", "scale+causal+softcap+alibi2d+sinks"])
+@pytest.mark.parametrize(("dim", "dim_v"), [*((n, n) for n in range(16, 65, 8)), (64, 16), (24, 56)])
+def test_narrow_heads_in_four_warpgroups(dim: int, dim_v: int, feature: str) -> None:
+    """Of a tile's 256 rows, some are past the end, and some see no key."""
+    shape = Shape(b=1, sq=610, sk=500, h=6, hkv=2, d=dim, dv=dim_v)
+    features = keywords(feature, shape, "cuda")
+    with fk.use_tile(tile=tiles.four_warpgroups(dim, dim_v, feature != "plain")):
+        check(*cuda(shape), impl=IMPL, **features)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", [24, 32, 48, 64])
+def test_narrow_heads_have_four_warpgroups(dim: int, causal: bool) -> None:
+    """Where 256 rows fill the sequences. Each block takes several tiles."""
+    inputs = cuda(Shape(b=2, sq=1010, sk=900, h=44, hkv=11, d=dim))
+    assert tiles.choose(problem_of(*inputs, causal=causal), multiprocessors()).variant.tile.groups == 4
+    first, _ = check(*inputs, causal=causal, impl=IMPL)
+    for _ in range(10):
+        assert torch.equal(fk.attention(*inputs, causal=causal, impl=IMPL), first)
 
 
 @each_half

@@ -150,10 +150,13 @@ def chunks(dim: int, dim_v: int = 0, *, fp8: bool = False, **knobs: bool) -> tup
 
 @pytest.mark.parametrize(
     ("seq", "dtype", "rows"),
-    [(1024, "bf16", 128), (512, "fp16", 128), (1536, "bf16", 192), (4096, "bf16", 192), (1024, "fp8", 192)],
-)
+    [
+        (1024, "bf16", 256), (640, "fp16", 128), (1152, "bf16", 192), (4096, "bf16", 256), (1024, "fp8", 256),
+        (1152, "fp8", 192),
+    ],
+)  # fmt: skip
 def test_a_sequence_is_filled_by_its_tiles(seq: int, dtype: str, rows: int) -> None:
-    """Many short sequences: 192 rows at a time would leave 128 of 1152 empty."""
+    """Many short sequences: 256 rows at a time would leave 128 of 768 or 1280 empty."""
     problem = replace(PROBLEM, batch=64, seq_q=seq, seq_k=seq, head_dim=64, head_dim_v=64, dtype=dtype)
     tile = tiles.choose(problem, 132).variant.tile
     assert 64 * tile.groups == rows
@@ -184,6 +187,29 @@ MANY = AttentionProblem(batch=4, seq_q=4096, seq_k=4096, heads=16, kv_heads=16, 
 def test_blocks_share_loads_where_many_dense_tiles_have_no_left_end(changes: dict[str, Any], cluster: int) -> None:
     """And where two tiles side by side fill the sequence as well as one: 1152 rows are 4.5 times 256."""
     assert tiles.choose(replace(MANY, **changes), 132).variant.tile.cluster == cluster
+
+
+NARROW = replace(MANY, head_dim=48, head_dim_v=48)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "256x64-s4-pingpong-wide_v-late2"), ({"head_dim": 64}, "256x64-s4-wide_v-late3"),
+        ({"head_dim_v": 24, "head_dim": 24}, "256x64-s4-wide_v"),
+        ({"window": (-1, 100)}, "256x64-s4-pingpong-wide_v-late2"),
+        ({"seq_q": 1024, "batch": 16, "causal": False}, "256x64-s4-pingpong-wide_v-late2"),
+        ({"seq_q": 1152, "batch": 16, "causal": False}, "192x128-s3-pingpong-wide_v-late7"),
+        ({"causal": False}, "192x128-s3-pingpong-wide_v-late7"), ({"head_dim": 72}, "192x96-s4-pingpong-wide_v"),
+        ({"causal": False, "head_dim": 32, "head_dim_v": 32}, "256x64-s4-pingpong-wide_v"),
+        ({"window": (1024, 0)}, "192x96-s3-pingpong-register-wide_v"),
+        ({"batch": 1}, "192x96-s3-pingpong-register-wide_v"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_narrow_heads_have_four_warpgroups_where_256_rows_fill_them(changes: dict[str, Any], name: str) -> None:
+    """Under a causal mask always, else where 192 rows would not fill it."""
+    assert tiles.choose(replace(NARROW, **changes), 132).variant.tile.name == name
 
 
 def test_a_ring_that_would_run_dry_under_a_causal_mask_is_refused() -> None:

@@ -119,13 +119,13 @@ struct Epilogue {
     const int tile = part_of(p, w.id).tile;
     const Shares shares = shares_of(tile);
     int* done = p.counters + 2 + (tile * CLUSTER + w.block % CLUSTER) * GROUPS + group;
-    named_barrier::sync(4 + group, 128);
+    named_barrier::sync(1 + GROUPS + group, 128);
     int before = 0;
     if (warp == 0 && lane == 0) {
       before = atomicAdd(done, 1);
       if (before == shares.last - shares.first) *done = 0;  // for the next launch
     }
-    return named_barrier::any(4 + group, 128, before == shares.last - shares.first);
+    return named_barrier::any(1 + GROUPS + group, 128, before == shares.last - shares.first);
   }
 
   DEVICE void combine(const Work& w, Softmax& softmax, float (&o)[DV / 2]) const {

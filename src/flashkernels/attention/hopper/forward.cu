@@ -1,6 +1,6 @@
 // Attention forward for Hopper (sm_90a), compiled at run time for one head dimension, tile and set of features.
 //
-// A block is one producer warp, which only issues loads (TMA), and 1 to 3 consumer warpgroups of 64 query rows each,
+// A block is one producer warp, which only issues loads (TMA), and 1 to 4 consumer warpgroups of 64 query rows each,
 // which only compute (wgmma). Blocks stay on their multiprocessor and take tile after tile from a counter.
 //
 // A consumer issues Q·Kᵀ of the next key tile and P·V of the last one together, waits for the first, and computes its

@@ -46,33 +46,13 @@ def choose(problem: AttentionProblem, multiprocessors: int, forced: object = Non
         pack = packs(problem, HopperTile(1, 128))
         tile = wide_tile(problem, SHARED_LIMIT, forced, pack)
         return Choice(variant_of(problem, tile, pack), query_tiles(problem, tile, pack))
-    right, band, fp8 = problem.band[1], problem.band != (-1, -1), problem.dtype == "fp8"
-    if fp8:
-        tile = fp8_tile(max(problem.head_dim, problem.head_dim_v))
-    else:
-        tile = by_dimension(problem.head_dim, problem.head_dim_v, band or problem.varlen)
+    right, band = problem.band[1], problem.band != (-1, -1)
     if isinstance(forced, HopperTile):
-        tile = checked(forced, fp8)
-    elif forced == "register":
-        tile = replace(tile, q_in_registers=True)
-    elif forced not in (None, "exact"):
+        tile = checked(forced, problem.dtype == "fp8")
+    elif forced in (None, "exact", "register"):
+        tile = measured(problem, multiprocessors, forced == "register")
+    else:
         raise TilingError(f"use_tile asks for {getattr(forced, 'name', forced)}, which the Hopper kernel does not have")
-    # Beyond four rounds of tiles the last, unfilled one no longer matters (the scaling grid: H200, 2026-11-15).
-    if not isinstance(forced, HopperTile):
-        alone = replace(tile, cluster=1)
-        if query_tiles(problem, alone, 1) < 4 * multiprocessors:
-            tile = fitted(alone, problem, multiprocessors)
-        elif tile.groups == 3 and not fp8 and worse_filled(problem, 192, 128):
-            masked = by_dimension(problem.head_dim, problem.head_dim_v, True)  # it has 128 rows from 96 columns on
-            if masked.groups == 2:
-                tile = replace(masked, q_in_registers=masked.q_in_registers or forced == "register")
-            else:
-                tile = replace(alone, groups=2, block_n=128, stages=3, q_in_registers=True, q_stages=1, late=0)
-        elif not fp8:
-            if right >= 0 and forced != "register" and shares_loads(problem) and packs(problem, tile) == 1:
-                tile = by_dimension(problem.head_dim, problem.head_dim_v, band, clusters=True)
-            if worse_filled(problem, 64 * tile.groups * tile.cluster, 64 * tile.groups):
-                tile = alone
     pack = packs(problem, tile)
     if not shares_loads(problem) or pack > 1:
         tile = replace(tile, cluster=1)
@@ -86,10 +66,41 @@ def choose(problem: AttentionProblem, multiprocessors: int, forced: object = Non
     return Choice(replace(variant, split=cut > 0 or not (band or problem.varlen)), whole, cut, shares)
 
 
+def measured(problem: AttentionProblem, multiprocessors: int, register: bool = False) -> HopperTile:
+    """The fastest tile of the head dimension, or where tiles are few, or rows would not fill it, a smaller one.
+    `register`: with Q in registers."""
+    dims = problem.head_dim, problem.head_dim_v
+    right, band, fp8 = problem.band[1] >= 0, problem.band != (-1, -1), problem.dtype == "fp8"
+    if fp8:
+        tile = fp8_tile(max(dims))
+        if tile.groups == 4 and (register or worse_filled(problem, 256, 192)):  # Q in registers would not fit
+            tile = replace(tile, groups=3)
+    else:
+        tile = by_dimension(*dims, band or problem.varlen)
+    if register:
+        tile = replace(tile, q_in_registers=True)
+    alone = replace(tile, cluster=1)
+    # Beyond four rounds of tiles the last, unfilled one no longer matters (the scaling grid: H200, 2026-11-15).
+    if query_tiles(problem, alone, 1) < 4 * multiprocessors:
+        return fitted(alone, problem, multiprocessors)
+    if fp8:
+        return tile
+    if takes_four(problem) and not register:
+        return four_warpgroups(*dims, right)
+    if tile.groups == 3 and worse_filled(problem, 192, 128):
+        masked = by_dimension(*dims, True)  # it has 128 rows from 96 columns on
+        if masked.groups == 2:
+            return replace(masked, q_in_registers=masked.q_in_registers or register)
+        return replace(alone, groups=2, block_n=128, stages=3, q_in_registers=True, q_stages=1, late=0)
+    if right and not register and shares_loads(problem) and packs(problem, tile) == 1:
+        tile = by_dimension(*dims, band, clusters=True)
+    return alone if worse_filled(problem, 64 * tile.groups * tile.cluster, 64 * tile.groups) else tile
+
+
 def checked(tile: HopperTile, fp8: bool) -> HopperTile:
     """A tile that somebody made; raises where the kernel cannot have it."""
-    if not (1 <= tile.groups <= 3 and 16 <= tile.block_n <= 256 and tile.block_n % 16 == 0):
-        raise TilingError(f"{tile.name}: a block has 1 to 3 warpgroups, and 16 to 256 keys in steps of 16")
+    if not (1 <= tile.groups <= 4 and 16 <= tile.block_n <= 256 and tile.block_n % 16 == 0):
+        raise TilingError(f"{tile.name}: a block has 1 to 4 warpgroups, and 16 to 256 keys in steps of 16")
     if fp8 and tile.block_n not in (32, 64, 128):
         raise TilingError(f"{tile.name}: FP8 takes 32 keys at a time and has a scale for each 128: 32, 64 or 128 keys")
     if not (tile.stages >= 2 and tile.q_stages in (1, 2) and tile.cluster in (1, 2)):
@@ -132,6 +143,18 @@ MEASURED = {
     224: (_T(2, 80, 2, pingpong=True, wide_v=True, cluster=2), _T(2, 64, 2, pingpong=True, wide_k=True)),
     256: (_T(2, 64, 2, pingpong=True, cluster=2), _T(2, 64, 2)),
 }  # fmt: skip
+# Four warpgroups, of 64 keys. A tile ends for all of its warpgroups at about the same time, which costs as much as
+# three or four steps; of 64 keys fewer lie behind the diagonal than of 128. Over the tiles of MEASURED and
+# CAUSAL_CLUSTERS (H200, 2026-11-19, 16384 rows in all) they gave, under a causal mask, 19 to 31 % with S=512 and 1024,
+# 9 to 13 % with 2048, 5 to 8 % with 4096, -2 to 8 % with more; without one 19 to 36 % with 512 and 1024, which 192 rows
+# do not fill, and else nothing, but for 32 columns: 9, 5 and 1 % with 2048, 4096 and 8192. Turns are worth -4 to 3 %.
+FOUR = {
+    32: _T(4, 64, 4, wide_v=True),
+    40: _T(4, 64, 4, wide_v=True, late=2),
+    48: _T(4, 64, 4, pingpong=True, wide_v=True, late=2),
+    56: _T(4, 64, 4, pingpong=True, wide_v=True, late=2),
+    64: _T(4, 64, 4, wide_v=True, late=3),
+}
 # Under a causal mask alone, in a dense batch of many tiles. The chip is at its power limit, and loads that two blocks
 # share leave it 6 % more clock (D=128: 1530 MHz for 1440), of which their waits for each other take some. Gains: 64
 # 4 %, 104 2 %, 120 2 to 8 %, 128 1 to 3 %, 160 and 192 1 %, 224 2 %, 256 none. At odd multiples of 8 over 128, whose
@@ -158,6 +181,19 @@ def by_dimension(dim: int, dim_v: int, band: bool, *, clusters: bool = False) ->
     return tile if wide in MEASURED and dim == dim_v else replace(tile, wide_v=True)
 
 
+def takes_four(problem: AttentionProblem) -> bool:
+    """Whether narrow heads have four warpgroups: dense, without a left end, and where 256 rows fill the sequence."""
+    wide = max(problem.head_dim, problem.head_dim_v)
+    if wide > max(FOUR) or not shares_loads(problem) or packs(problem, FOUR[64]) > 1 or worse_filled(problem, 256, 128):
+        return False
+    return problem.band[1] >= 0 or wide <= 32 or worse_filled(problem, 192, 256)
+
+
+def four_warpgroups(dim: int, dim_v: int, right: bool) -> HopperTile:
+    tile = FOUR[min(d for d in FOUR if d >= max(dim, dim_v))]
+    return tile if right else replace(tile, pingpong=True)  # without a mask no other was timed
+
+
 def shares_loads(problem: AttentionProblem) -> bool:
     """Whether blocks may be in clusters: their tiles then have (nearly) the same keys to see."""
     return not problem.varlen and problem.band[0] < 0
@@ -171,12 +207,14 @@ def too_short(tile: HopperTile) -> bool:
 def fp8_tile(dim: int) -> HopperTile:
     """Key tiles divide 128, so that one has one scale; P takes half the registers of 16-bit types.
 
-    The fastest of about 25 at D = 64 and 128, of 6 at D = 256 (H200, 2026-11-18, B=1, S=16384). At 128, three
+    The fastest of about 30 at D = 64 and 128, of 6 at D = 256 (H200, 2026-11-18, B=1, S=16384). At 128, three
     warpgroups with 64 keys gave 4 to 11 % over two with 128; at 64, 64 keys gave 3 to 5 % over 128 without a mask, and
-    nothing with one.
+    nothing with one. Four warpgroups there gave 4 and 5 % more, with S=4096 6 and 8 % (2026-11-19).
     """
+    if dim <= 64:
+        return HopperTile(4, 64, 4)
     if dim <= 128:
-        return HopperTile(3, 64, 4, q_stages=1 if dim <= 64 else 2)
+        return HopperTile(3, 64, 4, q_stages=2)
     return HopperTile(2, 128 if dim <= 192 else 64, 3)
 
 
@@ -191,14 +229,14 @@ def worse_filled(problem: AttentionProblem, rows: int, fewer: int) -> bool:
 
 # What a multiprocessor does with 1, 2 or 3 consumer warpgroups, of what it can do: one alone waits for its own results.
 # (H200, 2026-11-15, D=64: the scaling grid with each.)
-SHARE_BUSY = {1: 0.5, 2: 0.85, 3: 1.0}
+SHARE_BUSY = {1: 0.5, 2: 0.85, 3: 1.0, 4: 1.0}
 
 
 def fitted(tile: HopperTile, problem: AttentionProblem, multiprocessors: int) -> HopperTile:
     """The tile with as many warpgroups as finish first: with few rows, smaller tiles keep more of the machine busy."""
     # registers become free
-    fewer = replace(tile, block_n=128, stages=2, q_stages=1, late=0) if tile.groups == 3 else tile
-    options = [tile, *(replace(fewer, groups=n, pingpong=n > 1) for n in range(tile.groups - 1, 0, -1))]
+    fewer = replace(tile, block_n=128, stages=2, q_stages=1, late=0) if tile.groups > 2 else tile
+    options = [tile, *(replace(fewer, groups=n, pingpong=n > 1) for n in range(min(tile.groups - 1, 2), 0, -1))]
 
     def rounds(option: HopperTile) -> float:
         pack = packs(problem, option)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from flashkernels.attention.hopper.source import HopperTile, Variant
-from flashkernels.attention.hopper.tiles import by_dimension, fp8_tile
+from flashkernels.attention.hopper.tiles import FOUR, by_dimension, four_warpgroups, fp8_tile
 
 DIMS = tuple(range(16, 257, 8))
 MIXED = ((192, 128), (128, 192), (64, 256), (256, 64), (16, 256), (256, 16), (72, 104), (40, 136), (136, 40))
@@ -29,6 +29,8 @@ def variant(dim: int, dim_v: int = 0, tile: HopperTile | None = None, pack: int 
     alone |= any(flags.get(name) for name in ("left", "varlen", "split"))
     if flags.get("fp8"):
         chosen = tile or fp8_tile(max(dim, dim_v))
+    elif tile is None and flags.get("right") and not alone and max(dim, dim_v) <= max(FOUR):
+        chosen = four_warpgroups(dim, dim_v or dim, True)
     else:
         chosen = tile or by_dimension(dim, dim_v or dim, band, clusters=band and not alone)
     if alone:
@@ -55,6 +57,8 @@ def _all() -> Iterator[Variant]:
         yield variant(dim, right=True)
     for dim, dim_v in MIXED:
         yield variant(dim, dim_v, right=dim > dim_v)
+    for dim in (32, 48, 64):  # four warpgroups without a mask, where 256 rows fill the sequences
+        yield variant(dim, tile=four_warpgroups(dim, dim, False))
     for flags in FLAGS:
         yield variant(64, **flags)
     for flags in (*EVERYTHING, {"varlen": True, "paged": True}, {"left": True}, {"softcap": True}):
@@ -83,8 +87,7 @@ def _all() -> Iterator[Variant]:
     yield from _fp8()
     # the knobs of a tile
     for tile in (
-        HopperTile(2, 128, q_in_registers=True), HopperTile(3, 64, q_in_registers=True), HopperTile(2, 64, cluster=2),
-        HopperTile(1, 64, 4), HopperTile(2, 176, pingpong=True), HopperTile(2, 96, q_stages=2),
+        HopperTile(2, 128, q_in_registers=True), HopperTile(2, 64, cluster=2), HopperTile(2, 176, pingpong=True),
         HopperTile(3, 64, q_stages=2, pingpong=True),
     ):  # fmt: skip
         yield variant(64, tile=tile, right=tile.cluster == 1)
