@@ -20,8 +20,8 @@ TILE = 8.2e-6  # seconds at the ends of a tile of keys
 # of pairs of warpgroups, with the kernel that makes dQ
 EXPOSED_PAIRED, TILE_PAIRED = 1.73, 21.6e-6
 REACHED = 0.88  # of the datasheet's bandwidth, by the kernels before and after
-# Of wide heads. Their forward takes so much longer than the traffic of its shared memory, which binds them, too: 349 and
-# 327 TFLOPS were predicted so at 512 columns, and 347 and 323 measured (docs/notes/hopper_backward_wide.md).
+# Of wide heads. Their forward takes so much longer than the traffic of its shared memory, which binds them, too: 349
+# and 327 TFLOPS were predicted so at 512 columns, and 347 and 323 measured (docs/notes/hopper_backward_wide.md).
 WIDE_STEP, SHARED_BYTES_A_CYCLE, TILE_WIDE = 1.14, 128, 5e-6
 
 
