@@ -17,6 +17,7 @@ from torch import Tensor
 import flashkernels as fk
 import flashkernels.attention.api as api
 from flashkernels.attention.hopper import backward_tiles
+from flashkernels.attention.hopper.backward_build import CANDIDATES
 from flashkernels.attention.hopper.backward_source import BackwardVariant
 from flashkernels.attention.problem import BackwardProblem
 from flashkernels.dispatch import Impl, UnsupportedError
@@ -185,6 +186,21 @@ def test_blocks_that_share_their_loads(dim: int, keys: int, monkeypatch: pytest.
     shape = Shape(b=2, sq=330, sk=keys, h=4, hkv=2, d=dim)
     check(*cuda(shape))
     check(*cuda(shape), **keywords("alibi+sinks", shape, "cuda"))
+
+
+@pytest.mark.parametrize("feature", ["plain", "causal", "right", "alibi2d+causal+sinks"])
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_tiles_that_no_rule_takes_yet(name: str, feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dim, knobs = CANDIDATES[name]
+    choose = backward_tiles.choose
+
+    def chosen(problem: BackwardProblem) -> BackwardVariant:
+        variant = choose(problem)
+        return replace(variant, tile=replace(variant.tile, **knobs))
+
+    monkeypatch.setattr(backward_tiles, "choose", chosen)
+    shape = Shape(b=2, sq=330, sk=300, h=4, hkv=2, d=dim)
+    check(*cuda(shape), **keywords(feature, shape, "cuda"))
 
 
 def test_more_tiles_than_multiprocessors() -> None:

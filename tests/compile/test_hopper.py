@@ -18,6 +18,8 @@ SAMPLE = (
     variant(192, 128, left=True, fp16=True),
     next(one for one in VARIANTS if one.split and one.pack == 8 and one.head_dim == 64),
     next(one for one in VARIANTS if one.tile.q_in_registers and one.tile.groups == 3),
+    next(one for one in VARIANTS if one.tile.groups == 4 and one.head_dim == 48 and one.right),
+    next(one for one in VARIANTS if one.tile.groups == 4 and one.split and not one.fp8),
     variant(64, fp8=True, right=True),
     variant(128, fp8=True),
     variant(256, fp8=True),
@@ -87,7 +89,7 @@ def test_the_list_has_every_flag_size_and_pattern() -> None:
     assert {one.chunks[:3] for one in wide} == {one.chunks[:3] for one in anything}
     assert {one.chunks[3:] for one in wide} == {one.chunks[3:] for one in anything}
     assert {1, 3, 4, 7, 8} <= {one.pack for one in VARIANTS}
-    assert {one.tile.groups for one in VARIANTS} == {1, 2, 3}
+    assert {one.tile.groups for one in VARIANTS} == {1, 2, 3, 4}
     assert any(one.tile.q_in_registers for one in VARIANTS)
     assert {one.right for one in VARIANTS if one.tile.cluster > 1} == {False, True}
     pairs = [one for one in VARIANTS if one.right and one.tile.cluster > 1]  # some pass over more than K's ring holds
@@ -99,7 +101,7 @@ def test_the_list_has_every_flag_size_and_pattern() -> None:
     for flag in ("left", "right", "softcap", "alibi", "sinks", "negative", "split"):
         assert {getattr(one, flag) for one in fp8} == {False, True}, flag
     assert {one.chunks[3:] for one in fp8} == {(keys, 1) for keys in (32, 64, 128)}  # V is transposed: keys of a tile
-    assert {1, 4, 8} <= {one.pack for one in fp8} and {one.tile.groups for one in fp8} == {1, 2, 3}
+    assert {1, 4, 8} <= {one.pack for one in fp8} and {one.tile.groups for one in fp8} == {1, 2, 3, 4}
     assert {(192, 128), (64, 256), (16, 256), (256, 16)} <= {(one.head_dim, one.head_dim_v) for one in VARIANTS}
 
 
@@ -110,7 +112,7 @@ def assert_legal(one: Variant) -> None:
     """The rules that the kernel's static_asserts state."""
     tile = one.tile
     assert one.shared <= tiles.SHARED_LIMIT
-    assert 1 <= tile.groups <= 3 and tile.block_n % 16 == 0 and tile.block_n <= 256
+    assert 1 <= tile.groups <= 4 and tile.block_n % 16 == 0 and tile.block_n <= 256
     assert not tile.pingpong or tile.groups > 1
     assert 0 <= tile.late < tile.block_n // (32 if one.fp8 else 16) and tile.late <= tiles.MOST_LATE == 12
     if one.fp8:

@@ -11,7 +11,17 @@ from hypothesis import given, strategies as st
 
 from flashkernels.attention.hopper import backward_build as build, backward_source as source, backward_tiles as tiles
 from flashkernels.attention.hopper.backward import Params
-from flashkernels.attention.hopper.backward_build import DIMS, LOGITS, VARIANTS, WIDE, WIDE_VARIANTS, label, variant
+from flashkernels.attention.hopper.backward_build import (
+    CANDIDATES,
+    DIMS,
+    LOGITS,
+    VARIANTS,
+    WIDE,
+    WIDE_VARIANTS,
+    candidate,
+    label,
+    variant,
+)
 from flashkernels.attention.hopper.backward_source import BackwardVariant
 from flashkernels.attention.hopper.backward_wide_source import CHUNK, QUERIES, rings
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
@@ -33,6 +43,7 @@ SAMPLE = (
     variant(72, right=True, deterministic=True),
     *(one for one in VARIANTS if one.tile.cluster > 1 and one.head_dim in (64, 96)),
     replace(variant(256, right=True), own_dq=False),
+    *(candidate(name, right=True) for name in CANDIDATES),
     variant(512),
     variant(328, 512, right=True),
     variant(512, varlen=True, softcap=True, fp16=True, **LOGITS),
@@ -140,7 +151,7 @@ def test_the_list_is_distinct_and_has_every_flag_and_size() -> None:
             assert {getattr(one, flag) for one in some} == {False, True}, flag
     for flag in ("own_dq", "want_q", "want_k", "want_v"):
         assert {getattr(one, flag) for one in VARIANTS} == {False, True}, flag
-    for flag in ("paired", "halves", "kv_in_registers", "separate", "tall", "staged", "sends"):
+    for flag in ("paired", "halves", "k_in_registers", "v_in_registers", "separate", "tall", "staged", "sends"):
         assert {getattr(one.tile, flag) for one in VARIANTS} == {False, True}, flag
     assert {one.tile.cluster for one in VARIANTS} == {1, 2}
     assert {one.tile.cluster for one in WIDE_VARIANTS} == {2} and all(one.tile.wide for one in WIDE_VARIANTS)
@@ -261,11 +272,11 @@ def test_any_choice_is_legal(
         return
     assert tile.paired or not (one.softcap or max(dim, dim_v) > 128)
     if tile.paired:
-        assert not (tile.halves or tile.kv_in_registers or tile.separate)
+        assert not (tile.halves or tile.k_in_registers or tile.v_in_registers or tile.separate)
         assert one.dq_first % 64 == 0 and one.dq_first <= 128 and 8 <= one.dq_columns <= 128
     if tile.halves:
         assert 2 * one.dq_columns >= dim and (dim % 16 == 0 or dim > 64)
     assert tile.queries <= tiles.MOST_QUERIES
     if tile.tall:
-        assert not (one.own_dq or tile.halves or tile.kv_in_registers or tile.separate) and tile.queries % 16 == 0
+        assert not (one.own_dq or tile.halves or tile.k_in_registers or tile.separate) and tile.queries % 16 == 0
     assert not (one.own_dq and tile.staged) and not (tile.sends and not tile.staged)

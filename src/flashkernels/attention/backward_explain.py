@@ -17,7 +17,8 @@ from flashkernels.hardware import Gpu
 
 WANTED = ("q", "k", "v")
 WORDS = {  # for the flags of a BackwardTile
-    "kv_in_registers": "K and V in registers",
+    "k_in_registers": "K in registers",
+    "v_in_registers": "V in registers",
     "separate": "P and dS in registers of their own",
     "sends": "dK and dV written by the copy engine",
 }

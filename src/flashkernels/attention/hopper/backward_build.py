@@ -98,6 +98,26 @@ FLAGS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
+# Tiles that fit and that no rule takes until a GPU has timed them: head dimension, and what they have other than the
+# rule's (docs/notes/hopper_backward.md, "Next").
+CANDIDATES: dict[str, tuple[int, dict[str, Any]]] = {
+    "halves": (64, {"halves": True}),
+    "halves, K and V": (64, {"halves": True, "k_in_registers": True, "v_in_registers": True}),
+    "128 queries": (64, {"halves": True, "queries": 128}),
+    "128 queries, V": (64, {"halves": True, "queries": 128, "v_in_registers": True}),
+    "80, V": (80, {"v_in_registers": True}),
+    "80, K and V": (80, {"k_in_registers": True, "v_in_registers": True, "separate": False}),
+    "88, V": (88, {"v_in_registers": True, "separate": False}),
+    "104, V": (104, {"v_in_registers": True}),
+}
+
+
+def candidate(name: str, **flags: bool) -> BackwardVariant:
+    dim, knobs = CANDIDATES[name]
+    one = variant(dim, **flags)
+    return replace(one, tile=replace(one.tile, **knobs))
+
+
 def _all() -> Iterator[BackwardVariant]:
     for dim in DIMS:
         yield variant(dim)

@@ -17,7 +17,7 @@ from flashkernels.jit.headers import constants, texts
 HEADERS = (
     "prelude", "counter", "mbarrier", "tma", "stores", "wgmma", "work", "backward_params", "backward_layout",
     "backward_places", "backward_schedule", "backward_finite", "backward_rows", "backward_keys", "backward_queries",
-    "backward_tile", "backward_split", "backward_tall", "backward_pair", "backward_dq",
+    "backward_tile", "backward_operands", "backward_split", "backward_tall", "backward_pair", "backward_dq",
 )  # fmt: skip
 WIDE_HEADERS = (
     "prelude", "mbarrier", "tma", "stores", "wgmma", "backward_params", "backward_places", "backward_finite",
@@ -38,8 +38,10 @@ class BackwardTile:
 
     paired: bool = False  # both warpgroups on the same 64 keys; else 64 keys each
     q_stages: int = 3
-    halves: bool = False  # split: each warpgroup makes one half of dQ's columns; else all of every other block's
-    kv_in_registers: bool = False  # split: K and V are operands in registers
+    halves: bool = False  # split: each warpgroup makes one half of dQ's columns (tall, to 64 columns: of a block's
+    # queries); else all of every other block's
+    k_in_registers: bool = False  # not paired: K is an operand in registers,
+    v_in_registers: bool = False  # and V
     separate: bool = False  # split: P and dS have registers of their own
     queries: int = 64  # of a block; with more, tall, dQ is made on its side
     staged: bool = False  # not paired: dQ goes through shared memory, and the copy engine adds it
@@ -58,7 +60,8 @@ class BackwardTile:
     @property
     def name(self) -> str:
         flags = (
-            ("halves", self.halves), ("register", self.kv_in_registers), ("separate", self.separate),
+            ("halves", self.halves), ("k_register", self.k_in_registers), ("v_register", self.v_in_registers),
+            ("separate", self.separate),
             ("staged", self.staged), ("sends", self.sends), (f"cluster{self.cluster}", self.cluster > 1),
         )  # fmt: skip
         kind = "paired" if self.paired else f"tall{self.queries}" if self.tall else "split"
@@ -96,6 +99,8 @@ class BackwardVariant:
 
         Of dQ on its side, rows.
         """
+        if self.tile.halves and self.tile.tall:
+            return self.tile.queries // 2
         if self.tile.halves:
             return self.head_dim // 2 if self.head_dim <= 64 else 64
         return self.tile.queries if self.tile.tall else self.head_dim - self.dq_first
@@ -105,7 +110,7 @@ class BackwardVariant:
         """Both warpgroups make some of each block's dQ, or neither; else they take turns."""
         if not self.adds_dq:
             return True
-        return self.head_dim > 64 if self.tile.tall else self.tile.halves or self.dq_first > 0
+        return self.tile.halves or (self.head_dim > 64 if self.tile.tall else self.dq_first > 0)
 
     @property
     def adds_dq(self) -> bool:
@@ -187,7 +192,8 @@ def config(variant: BackwardVariant) -> str:
     flags = {
         "FP16": v.fp16, "FP8": False, "LEFT": v.left, "RIGHT": v.right, "SOFTCAP": v.softcap, "ALIBI": v.alibi,
         "VARLEN": v.varlen, "WANT_Q": v.adds_dq, "WANT_K": v.want_k, "WANT_V": v.want_v, "PAIRED": tile.paired,
-        "HALVES": tile.halves, "KV_IN_REGISTERS": tile.kv_in_registers, "SEPARATE": tile.separate, "TALL": tile.tall,
+        "HALVES": tile.halves, "K_IN_REGISTERS": tile.k_in_registers, "V_IN_REGISTERS": tile.v_in_registers,
+        "SEPARATE": tile.separate, "TALL": tile.tall,
         "STAGED": tile.staged, "SENDS": tile.sends, "SHARES_DQ": v.shares_dq,
     }  # fmt: skip
     return constants(

@@ -7,45 +7,23 @@
 // dQ = dS·K needs the keys of both warpgroups. dS goes through shared memory, double buffered, and dQ is made a block
 // later, so that the two need not meet. Each makes one half of its columns (HALVES), or all of every other block's.
 #pragma once
-#include "backward_tile.cuh"
+#include "backward_operands.cuh"
 
-struct Consumer : Tile {
-  const u32 k_rows, v_rows, k_columns;  // descriptors (lower halves)
+struct Consumer : Operands {
+  const u32 k_columns;  // descriptor (lower half)
   float dk[D / 2], dv[DV / 2], s[SCORES], dp[SCORES], dq[DQ_COLUMNS / 2];
   u32 weights[WORDS];
   u32 gradients[SEPARATE ? WORDS : 1];  // dS; it takes the place of P where it is not separate
-  u32 k_words[KV_IN_REGISTERS ? K_STEPS * 4 : 1], v_words[KV_IN_REGISTERS ? V_STEPS * 4 : 1];
   static_assert(!SOFTCAP, "dS would need more registers than P has: softcaps are for pairs");
 
   DEVICE Consumer(const Params& p, u32 smem, int group, int warp, int lane)
-      : Tile(p, smem, group, warp, lane), k_rows(wgmma::by_row(smem + K_AT + group * 64 * ROW)),
-        v_rows(wgmma::by_row(smem + V_AT + group * 64 * ROW)),
+      : Operands(p, smem, group, warp, lane),
         k_columns(wgmma::by_column(smem + K_AT + first_column() / 64 * KEYS * ROW + first_column() % 64 * 2, ROW,
                                    KEYS)) {}
 
   // Of dQ, of this warpgroup.
   DEVICE int first_column() const { return HALVES ? group * DQ_COLUMNS : 0; }
 
-  // --- matrix products
-
-  template <int STEPS>
-  DEVICE void issue_scores(float (&to)[SCORES], const u32* words, u32 keys, u32 rows) {  // keys·rowsᵀ
-    if constexpr (!KV_IN_REGISTERS) return Tile::issue_scores<STEPS>(to, keys, rows);
-    wgmma::fence();
-#pragma unroll
-    for (int k = 0; k < STEPS; k++) {
-      const u64 b = wgmma::descriptor(rows + (column_step(k, BLOCK) >> 4), ROW);
-      if (k == 0) mma_scores_registers_first(to, words, b);
-      else mma_scores_registers(to, words + 4 * k, b);
-    }
-    wgmma::commit();
-  }
-  DEVICE void issue_s(int stage) {
-    issue_scores<K_STEPS>(s, k_words, k_rows, wgmma::by_row(smem + Q_AT + Q_TILE * stage));
-  }
-  DEVICE void issue_dp() {
-    issue_scores<V_STEPS>(dp, v_words, v_rows, wgmma::by_row(smem + O_AT + O_TILE * buffer(done)));
-  }
   // --- steps
 
   DEVICE u32* gradient_words() { return SEPARATE ? gradients : weights; }
@@ -71,11 +49,11 @@ struct Consumer : Tile {
   template <bool MASKED, bool OURS_TO_ADD> DEVICE void step() {
     constexpr bool OURS = OURS_TO_ADD && WANT_Q;
     u32 none[1];
-    issue_dp();
+    issue_dp<true>(dp, done);
     mbarrier::Ring<Q_STAGES> next = q;
     next.advance();
     await_q(next);
-    issue_s(next.stage);
+    issue_s(s, next.stage);
     wgmma::wait<1>();
     keep(weights);
     keep(dp);
@@ -107,20 +85,6 @@ struct Consumer : Tile {
     advance();
   }
 
-  DEVICE void load_keys() {
-#pragma unroll
-    for (int k = 0; k < (K_STEPS > V_STEPS ? K_STEPS : V_STEPS); k++) {
-      u32 at = (group * 64 + warp * 16 + (lane & 15)) * ROW + k % 4 * 32 + (lane >> 4) * 16;
-      at = (at ^ (at >> 7 & 7) << 4) + k / 4 * KEYS * ROW;
-      if (k < K_STEPS) load_matrix(k_words + 4 * k, smem + K_AT + at);
-      if (k < V_STEPS) load_matrix(v_words + 4 * k, smem + V_AT + at);
-    }
-  }
-  DEVICE static void load_matrix(u32* to, u32 at) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(at) : "memory");
-  }
-
   DEVICE void run() {
     u32 none[1];
     while (begin()) {
@@ -128,10 +92,10 @@ struct Consumer : Tile {
       for (int i = 0; i < D / 2; i++) dk[i] = 0.f;
 #pragma unroll
       for (int i = 0; i < DV / 2; i++) dv[i] = 0.f;
-      if constexpr (KV_IN_REGISTERS) load_keys();
+      load_operands();
       await_q(q);
       fall_behind();
-      issue_s(q.stage);
+      issue_s(s, q.stage);
       wgmma::wait<0>();
       keep(s);
       weigh<true>(s, q.stage, weights, none);
@@ -143,7 +107,7 @@ struct Consumer : Tile {
       const int count = steps();
       walk(*this, count - 1);
       // the last block, and dQ of the last two
-      issue_dp();
+      issue_dp<true>(dp, done);
       wgmma::wait<0>();
       keep(weights);
       keep(dp);

@@ -9,24 +9,20 @@
 // S takes the registers of P and dS, and dQ those of dP: dQ is on its side, dQᵀ = Kᵀ·dSᵀ, as long as a block of scores.
 // dP starts from -delta, which is loaded while S runs; under dS there would be nothing to wait for it with.
 #pragma once
-#include "backward_tile.cuh"
+#include "backward_operands.cuh"
 
-struct Consumer : Tile {
-  const u32 k_rows, v_rows, k_columns;  // descriptors (lower halves)
+struct Consumer : Operands {
+  const u32 k_columns;  // descriptor (lower half)
   float dk[D / 2], dv[DV / 2], s[SCORES], dp[SCORES], dq[DQ_COLUMNS / 2];
   u32 weights[WORDS], gradients[WORDS];
   static_assert(!SOFTCAP, "dS would need more registers than P has: softcaps are for pairs");
 
   DEVICE Consumer(const Params& p, u32 smem, int group, int warp, int lane)
-      : Tile(p, smem, group, warp, lane), k_rows(wgmma::by_row(smem + K_AT + group * 64 * ROW)),
-        v_rows(wgmma::by_row(smem + V_AT + group * 64 * ROW)),
-        k_columns(wgmma::by_column(smem + K_AT + (SHARES_DQ ? group * KEYS * ROW : 0), ROW, KEYS)) {}
+      : Operands(p, smem, group, warp, lane),
+        k_columns(wgmma::by_column(smem + K_AT + (SHARES_DQ && !HALVES ? group * KEYS * ROW : 0), ROW, KEYS)) {}
 
-  // --- matrix products
+  // --- steps
 
-  DEVICE void issue_s(int stage) {  // Sᵀ = K·Qᵀ
-    issue_scores<K_STEPS>(s, k_rows, wgmma::by_row(smem + Q_AT + Q_TILE * stage));
-  }
   DEVICE void load_deltas(u32 n) {
     const u32 deltas = smem + DELTA_AT + STATISTICS * buffer(n) + 8 * (lane & 3);
 #pragma unroll
@@ -37,17 +33,6 @@ struct Consumer : Tile {
     }
     keep(dp);
   }
-  DEVICE void issue_dp(u32 n) {  // dPᵀ - delta = V·dOᵀ - delta
-    const u32 rows = wgmma::by_row(smem + O_AT + O_TILE * buffer(n));
-    wgmma::fence();
-#pragma unroll
-    for (int k = 0; k < V_STEPS; k++)
-      mma_scores(dp, wgmma::descriptor(v_rows + (column_step(k, KEYS) >> 4), ROW),
-                 wgmma::descriptor(rows + (column_step(k, BLOCK) >> 4), ROW));
-    wgmma::commit();
-  }
-  // --- steps
-
   DEVICE void make_ds() {
 #pragma unroll
     for (int i = 0; i < WORDS; i++) gradients[i] = ds_of(weights[i], dp[2 * i], dp[2 * i + 1]);
@@ -59,10 +44,10 @@ struct Consumer : Tile {
   DEVICE void add(u32 n, int to) {
     keep(dq);
     release(DS_EMPTY + 8 * buffer(n));
-    const int part = SHARES_DQ ? group * 4 + warp : warp;
+    const int part = SHARES_DQ && !HALVES ? group * 4 + warp : warp;
     if (part * 16 >= D) return;  // past the head's end
     constexpr int COUNT = DQ_COLUMNS / 8;
-    add_fragments(dq, sums_at(p, to, part), COUNT);
+    add_fragments(dq, sums_at(p, to + (HALVES ? group * DQ_COLUMNS : 0), part), COUNT);
   }
 
   // Weights of block n and its dP; S and dP are under way.
@@ -91,14 +76,14 @@ struct Consumer : Tile {
     release_rows(O_EMPTY + 8 * buffer(done));
     release_rows(Q_EMPTY + 8 * q.stage);
     await_q(next);
-    issue_s(next.stage);
+    issue_s(s, next.stage);
     if constexpr (OURS) {
       wgmma::wait<1>();
       add(done - 1, previous);
     }
     await(O_FULL, done + 1);
     load_deltas(done + 1);
-    issue_dp(done + 1);
+    issue_dp<false>(dp, done + 1);
     weigh_block<MASKED>(next.stage, done + 1);
     q = next;
     done++;
@@ -111,12 +96,13 @@ struct Consumer : Tile {
       for (int i = 0; i < D / 2; i++) dk[i] = 0.f;
 #pragma unroll
       for (int i = 0; i < DV / 2; i++) dv[i] = 0.f;
+      load_operands();
       await(O_FULL, done);
       load_deltas(done);
       await_q(q);
       fall_behind();
-      issue_s(q.stage);
-      issue_dp(done);
+      issue_s(s, q.stage);
+      issue_dp<false>(dp, done);
       weigh_block<true>(q.stage, done);
       let_follow();
       advance();

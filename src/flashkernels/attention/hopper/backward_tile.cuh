@@ -33,7 +33,8 @@ struct Tile {
   float slope;
 
   DEVICE Tile(const Params& p, u32 smem, int group, int warp, int lane)
-      : p(p), smem(smem), group(group), warp(warp), lane(lane), ds_rows(wgmma::by_row(smem + DS_AT)), mail(smem, 0),
+      : p(p), smem(smem), group(group), warp(warp), lane(lane),
+        ds_rows(wgmma::by_row(smem + DS_AT + (TALL && HALVES ? group * DQ_COLUMNS * ROW : 0))), mail(smem, 0),
         q(0) {}
 
   // --- buffers
@@ -172,13 +173,14 @@ struct Tile {
 
   // --- matrix products
 
-  template <int STEPS> DEVICE void issue_scores(float (&to)[SCORES], u32 keys, u32 rows) {  // keys·rowsᵀ
+  // keys·rowsᵀ; not FRESH: added to what is there.
+  template <int STEPS, bool FRESH = true> DEVICE void issue_scores(float (&to)[SCORES], u32 keys, u32 rows) {
     wgmma::fence();
 #pragma unroll
     for (int k = 0; k < STEPS; k++) {
       const u64 a = wgmma::descriptor(keys + (column_step(k, KEYS) >> 4), ROW);
       const u64 b = wgmma::descriptor(rows + (column_step(k, BLOCK) >> 4), ROW);
-      if (k == 0) mma_scores_first(to, a, b);
+      if (FRESH && k == 0) mma_scores_first(to, a, b);
       else mma_scores(to, a, b);
     }
     wgmma::commit();

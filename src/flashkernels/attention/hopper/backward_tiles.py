@@ -141,7 +141,10 @@ def by_dimension(
     used += keys if kv_in_registers else 0
     separate = not halves and used + 16 <= most
     staged = dim > 64 and not halves and not deterministic
-    return BackwardTile(halves=halves, kv_in_registers=kv_in_registers, separate=separate, staged=staged, sends=staged)
+    return BackwardTile(
+        halves=halves, k_in_registers=kv_in_registers, v_in_registers=kv_in_registers, separate=separate, staged=staged,
+        sends=staged,
+    )  # fmt: skip
 
 
 def most_tiles(call: AttentionProblem, variant: BackwardVariant) -> int:
