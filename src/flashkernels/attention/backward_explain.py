@@ -21,6 +21,7 @@ WORDS = {  # for the flags of a BackwardTile
     "v_in_registers": "V in registers",
     "separate": "P and dS in registers of their own",
     "sends": "dK and dV written by the copy engine",
+    "skips": "a first block that shows nothing passed over",
 }
 
 

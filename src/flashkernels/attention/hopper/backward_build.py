@@ -109,6 +109,9 @@ CANDIDATES: dict[str, tuple[int, dict[str, Any]]] = {
     "80, K and V": (80, {"k_in_registers": True, "v_in_registers": True, "separate": False}),
     "88, V": (88, {"v_in_registers": True, "separate": False}),
     "104, V": (104, {"v_in_registers": True}),
+    "48, skips": (48, {"skips": True}),
+    "80, skips, V": (80, {"skips": True, "v_in_registers": True}),
+    "96, skips": (96, {"skips": True}),
 }
 
 

@@ -4,6 +4,7 @@
 
 // Arrivals that give back a block of Q or dO: of a cluster, from each block's warps.
 constexpr int ROWS_RELEASES = CLUSTER == 1 ? 8 * RELEASES : 8 * CLUSTER;
+static_assert(!SKIPS || (RIGHT && !PAIRED), "only of warpgroups with other keys does one see less");
 static_assert(CLUSTER == 1 || !HIDES, "under a mask, the blocks of a cluster would not see the same queries");
 static_assert(BLOCK / CLUSTER % 8 == 0, "a part of a swizzled tile starts at a multiple of 1024 bytes");
 

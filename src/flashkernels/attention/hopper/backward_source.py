@@ -46,6 +46,7 @@ class BackwardTile:
     queries: int = 64  # of a block; with more, tall, dQ is made on its side
     staged: bool = False  # not paired: dQ goes through shared memory, and the copy engine adds it
     sends: bool = False  # staged: so do dK and dV, and it writes them
+    skips: bool = False  # split, under a causal mask: a warpgroup passes over a first block of which it sees nothing
     cluster: int = 1  # blocks with neighbouring keys that share their loads of Q and dO: not under a mask, unless wide
     wide: bool = False  # 64 queries or keys a block, and a kernel for each gradient: heads over 256
 
@@ -61,7 +62,7 @@ class BackwardTile:
     def name(self) -> str:
         flags = (
             ("halves", self.halves), ("k_register", self.k_in_registers), ("v_register", self.v_in_registers),
-            ("separate", self.separate),
+            ("separate", self.separate), ("skips", self.skips),
             ("staged", self.staged), ("sends", self.sends), (f"cluster{self.cluster}", self.cluster > 1),
         )  # fmt: skip
         kind = "paired" if self.paired else f"tall{self.queries}" if self.tall else "split"
@@ -194,7 +195,7 @@ def config(variant: BackwardVariant) -> str:
         "VARLEN": v.varlen, "WANT_Q": v.adds_dq, "WANT_K": v.want_k, "WANT_V": v.want_v, "PAIRED": tile.paired,
         "HALVES": tile.halves, "K_IN_REGISTERS": tile.k_in_registers, "V_IN_REGISTERS": tile.v_in_registers,
         "SEPARATE": tile.separate, "TALL": tile.tall,
-        "STAGED": tile.staged, "SENDS": tile.sends, "SHARES_DQ": v.shares_dq,
+        "STAGED": tile.staged, "SENDS": tile.sends, "SHARES_DQ": v.shares_dq, "SKIPS": tile.skips and v.right,
     }  # fmt: skip
     return constants(
         numbers, flags, f"#define PAIRED_CONSUMERS {int(tile.paired)}", f"#define TALL_BLOCKS {int(tile.tall)}",

@@ -95,6 +95,8 @@ struct Consumer : Operands {
       load_operands();
       await_q(q);
       fall_behind();
+      const int passed = sees_nothing_of_the_first();
+      if (passed) pass_over();
       issue_s(s, q.stage);
       wgmma::wait<0>();
       keep(s);
@@ -105,7 +107,7 @@ struct Consumer : Operands {
       await(O_FULL, done);
       issue_dv(dv, weights, done);
       const int count = steps();
-      walk(*this, count - 1);
+      walk(*this, count - 1 - passed, passed);
       // the last block, and dQ of the last two
       issue_dp<true>(dp, done);
       wgmma::wait<0>();

@@ -114,6 +114,23 @@ struct Tile {
     if (HIDES && group == 0) named_barrier::arrive(2, 256);
   }
 
+  // Under a causal mask the second warpgroup sees nothing of a tile's first 64 queries.
+  DEVICE bool sees_nothing_of_the_first() const {
+    return SKIPS && group == 1 && steps() > 1 && first_key - (w.seq_k - w.seq_q) - p.right >= queries.first + BLOCK;
+  }
+  // Hands the block back. Of dQ it has no part: dS is 0.
+  DEVICE void pass_over() {
+    u32 none[WORDS] = {};
+    await(O_FULL, done);
+    if constexpr (WANT_Q) put_ds(none);
+    release_rows(O_EMPTY + 8 * buffer(done));
+    release_rows(Q_EMPTY + 8 * q.stage);
+    q.advance();
+    done++;
+    advance();
+    await_q(q);
+  }
+
   DEVICE int steps() const { return queries.count() * p.group; }
   DEVICE bool is_clear(int row) const { return row >= clear_from && (!(LEFT || VARLEN) || row < clear_to); }
   // The next blocks of the walk, as many as a warpgroup's turn takes.
@@ -405,11 +422,11 @@ template <int GROUP, class Consumer> DEVICE void take_clear_turns(Consumer& c, i
   while (last >= TURN && c.is_clear());
 }
 
-// The first `last` blocks of a tile: all but one. dQ of the first is there for the second step; where warpgroups take
-// turns, the second one's first turn is a step later.
-template <class Consumer> DEVICE void walk(Consumer& c, int last) {
+// The first `last` blocks of a tile: all but one, and those that were passed over. dQ of the first is there for the
+// second step; where warpgroups take turns, the second one's first turn is a step later.
+template <class Consumer> DEVICE void walk(Consumer& c, int last, int passed = 0) {
 #pragma unroll 1
-  for (int idle = TURN > 1 ? c.group : 0; idle >= 0 && last > 0; idle--, last--) c.template step<true, false>();
+  for (int idle = (TURN > 1 ? c.group : 0) - passed; idle >= 0 && last > 0; idle--, last--) c.template step<true, false>();
 #pragma unroll 1
   while (last >= TURN) {
     if (!c.is_clear()) take_turn<true>(c, last);
