@@ -25,7 +25,7 @@ import flashkernels as fk
 import flashkernels.attention.api as api
 from flashkernels.attention.hopper import backward_tiles, tiles
 from flashkernels.attention.hopper.source import HopperTile
-from flashkernels.attention.hopper.tiles import by_dimension
+from flashkernels.attention.hopper.tiles import by_dimension, four_warpgroups
 
 from . import fp8, gradients, oracle
 from .cases import EVERYTHING, Shape, keywords, paged, qkv, ragged
@@ -79,6 +79,8 @@ FORCED = (
     ("plain", Shape(b=1, sq=430, sk=300, h=2, hkv=2, d=128), by_dimension(128, 128, False)),  # clusters
     ("plain", Shape(b=1, sq=430, sk=300, h=2, hkv=2, d=64), by_dimension(64, 64, False)),  # late steps
     ("causal", Shape(b=1, sq=450, sk=500, h=2, hkv=2, d=104), by_dimension(104, 104, True)),
+    ("plain", Shape(b=1, sq=430, sk=300, h=2, hkv=2, d=64), four_warpgroups(64, 64, False)),  # in turns
+    ("causal", Shape(b=1, sq=450, sk=500, h=2, hkv=2, d=40), four_warpgroups(40, 40, True)),
     *(  # clusters under a mask: warpgroups pass over one key tile, over two, and over more than the ring has stages
         ("causal", Shape(b=1, sq=700, sk=500, h=2, hkv=2, d=dim), by_dimension(dim, dim, True, clusters=True))
         for dim in (128, 64, 256)
