@@ -100,14 +100,14 @@ FLAGS: tuple[dict[str, Any], ...] = (
 
 # Tiles that fit and that no rule takes until a GPU has timed them: head dimension, and what they have other than the
 # rule's (docs/notes/hopper_backward.md, "Next").
-TALL = {"halves": True, "queries": 128, "staged": True, "sends": True, "separate": False, "v_in_registers": True}
+_TALL = {"halves": True, "queries": 128, "staged": True, "sends": True, "separate": False, "v_in_registers": True}
 CANDIDATES: dict[str, tuple[int, dict[str, Any]]] = {
     "halves": (64, {"halves": True}),
     "halves, K and V": (64, {"halves": True, "k_in_registers": True, "v_in_registers": True}),
     "128 queries": (64, {"halves": True, "queries": 128}),
     "128 queries, V": (64, {"halves": True, "queries": 128, "v_in_registers": True}),
-    "48, 128 queries, K and V": (48, TALL | {"k_in_registers": True}),
-    "56, 128 queries, V": (56, TALL | {"k_in_registers": False}),
+    "48, 128 queries, K and V": (48, _TALL | {"k_in_registers": True}),
+    "56, 128 queries, V": (56, _TALL | {"k_in_registers": False}),
     "80, V": (80, {"v_in_registers": True}),
     "80, K and V": (80, {"k_in_registers": True, "v_in_registers": True, "separate": False}),
     "88, V": (88, {"v_in_registers": True, "separate": False}),

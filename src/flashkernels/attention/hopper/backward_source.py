@@ -60,10 +60,11 @@ class BackwardTile:
 
     @property
     def name(self) -> str:
+        held = "k" * self.k_in_registers + "v" * self.v_in_registers
         flags = (
-            ("halves", self.halves), ("k_register", self.k_in_registers), ("v_register", self.v_in_registers),
-            ("separate", self.separate), ("skips", self.skips),
-            ("staged", self.staged), ("sends", self.sends), (f"cluster{self.cluster}", self.cluster > 1),
+            ("halves", self.halves), ("register" if held == "kv" else f"{held}_register", bool(held)),
+            ("separate", self.separate), ("skips", self.skips), ("staged", self.staged),
+            ("sends", self.sends), (f"cluster{self.cluster}", self.cluster > 1),
         )  # fmt: skip
         kind = "paired" if self.paired else f"tall{self.queries}" if self.tall else "split"
         kinds = ("wide",) if self.wide else (kind, f"q{self.q_stages}")

@@ -4,7 +4,8 @@
 // All that ordinary instructions do has a product behind it: dS of block i runs under dV of i, the additions of dQ of
 // block i - 1 under S of i + 1, and the exponentials of i + 1 under dP of i + 1.
 //
-// Of dQ, each warpgroup makes 64 columns; of heads up to 64, all of every other block's.
+// Of dQ, each warpgroup makes 64 columns; of heads up to 64 all of every other block's, or of one half of a block's
+// queries (HALVES), which leaves registers for K or V.
 //
 // S takes the registers of P and dS, and dQ those of dP: dQ is on its side, dQᵀ = Kᵀ·dSᵀ, as long as a block of scores.
 // dP starts from -delta, which is loaded while S runs; under dS there would be nothing to wait for it with.
