@@ -47,6 +47,8 @@ class Contest:
     @property
     def name(self) -> str:
         p = self.problem
+        if p.varlen:
+            return f"outputs D={p.head_dim} {p.dtype} {p.batch} sequences causal"
         mask = f"window {p.window[0]}" if p.window[0] >= 0 else "causal" if p.causal else "full"
         kind = "gradients" if self.gradients else "outputs"
         return f"{kind} D={p.head_dim} {p.dtype} B={p.batch} H={p.heads} S={p.seq_q} {mask}"
@@ -54,8 +56,19 @@ class Contest:
 
 def square(dim: int, seq: int, causal: bool, *, rows: int = 16384, **more: Any) -> AttentionProblem:
     heads = round(2048 / dim)
-    sizes: dict[str, Any] = {"batch": max(1, rows // seq), "heads": heads, "kv_heads": heads}
-    return AttentionProblem(head_dim=dim, seq_q=seq, seq_k=seq, causal=causal, **(sizes | more))
+    sizes = {"batch": max(1, rows // seq), "seq_q": seq, "seq_k": seq, "heads": heads, "kv_heads": heads}
+    return AttentionProblem(head_dim=dim, causal=causal, **(sizes | more))
+
+
+LENGTHS = [100 + 260 * i for i in range(16)]  # of a ragged batch
+
+
+def ragged(dim: int) -> AttentionProblem:
+    heads, longest, total = round(2048 / dim), max(LENGTHS), sum(LENGTHS)
+    return AttentionProblem(
+        batch=len(LENGTHS), seq_q=longest, seq_k=longest, heads=heads, kv_heads=heads, head_dim=dim, causal=True,
+        varlen=True, total_q=total, total_k=total,
+    )  # fmt: skip
 
 
 def outputs() -> Iterator[Contest]:
@@ -73,6 +86,7 @@ def outputs() -> Iterator[Contest]:
                 few = square(dim, seq, causal, batch=batch, heads=heads, kv_heads=heads)
                 yield Contest(few, {"four": NARROW(dim, dim, causal)})
     for dim in (48, 64):
+        yield Contest(ragged(dim), {"four": NARROW(dim, dim, True)})
         for seq in (2048, 8192):
             yield Contest(square(dim, seq, True, window=(1024, -1)), {"four": NARROW(dim, dim, True)})
 
@@ -128,7 +142,7 @@ def call_of(one: Contest) -> Callable[[Any], timing.Call]:
     """Makes the call of a contestant."""
     p = one.problem
     draw = torch.Generator("cuda").manual_seed(0)
-    shape = (p.batch, p.seq_q, p.heads, p.head_dim)
+    shape = (p.total_q, p.heads, p.head_dim) if p.varlen else (p.batch, p.seq_q, p.heads, p.head_dim)
     inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=draw) for _ in range(4)]
     named: dict[str, Any] = {"causal": p.causal, "window": p.window, "impl": "hopper"}
     if one.gradients:
@@ -139,6 +153,10 @@ def call_of(one: Contest) -> Callable[[Any], timing.Call]:
     if p.dtype == "fp8":
         small = fk.quantise_qkv(*inputs[:3])
         run = partial(fk.attention, *small[:3], **(named | small.scales))
+    elif p.varlen:
+        ends = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32).to(inputs[0].device)
+        given: tuple[Any, ...] = (*inputs[:3], ends, ends, p.seq_q, p.seq_k)
+        run = partial(fk.attention_varlen, *given, **named)
     else:
         run = partial(fk.attention, *inputs[:3], **named)
     return lambda tile: timing.Call(run, partial(fk.use_tile, tile=tile)) if tile else timing.Call(run)
