@@ -227,8 +227,8 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200"
             "headdims",
             "attention-backward",
             "| 64 | 521 / 451 | 392 / 356 | 385 / 314 | 424 / 363 | 511 / 461 |",
-            18,
-            "029f44b, cfcd9f3, 959a56a, 48d7a48, 864dd6e",
+            19,
+            "982777f, 029f44b, cfcd9f3, 959a56a, 48d7a48, 864dd6e",
         ),
     ],
 )
