@@ -24,7 +24,7 @@ from torch import Tensor
 import flashkernels as fk
 import flashkernels.attention.api as api
 from flashkernels.attention.hopper import backward_source, backward_tiles, source, tiles
-from flashkernels.attention.hopper.backward_build import CANDIDATES
+from flashkernels.attention.hopper.backward_build import CANDIDATES, retiled
 from flashkernels.attention.hopper.source import HopperTile
 from flashkernels.attention.problem import AttentionProblem, BackwardProblem
 from flashkernels.bench import timing
@@ -106,16 +106,12 @@ def contests(kinds: tuple[str, ...], dims: tuple[int, ...] = ()) -> Iterator[Con
         yield from (one for one in make() if kind in kinds and (not dims or one.problem.head_dim in dims))
 
 
-def backward_variant(problem: BackwardProblem, knobs: Mapping[str, Any]) -> backward_source.BackwardVariant:
-    one = backward_tiles.choose(problem)
-    return replace(one, tile=replace(one.tile, **knobs))
-
-
 def programs(one: Contest) -> Iterator[tuple[str, str, dict[str, str]]]:
     """What it takes, with the rule's own."""
     for tried in ({} if one.gradients else None, *one.tried.values()):
         if one.gradients:
-            yield backward_source.program(backward_variant(BackwardProblem(one.problem, ("q", "k", "v")), tried or {}))
+            usual = backward_tiles.choose(BackwardProblem(one.problem, ("q", "k", "v")))
+            yield backward_source.program(retiled(usual, **(tried or {})))
         else:
             yield source.program(tiles.choose(one.problem, MULTIPROCESSORS, tried).variant)
     if one.gradients:
@@ -128,8 +124,7 @@ def with_knobs(knobs: Mapping[str, Any], plans: Plans) -> Iterator[None]:
     choose, before = backward_tiles.choose, api._backward_plans
 
     def chosen(problem: BackwardProblem) -> backward_source.BackwardVariant:
-        one = choose(problem)
-        return replace(one, tile=replace(one.tile, **knobs))
+        return retiled(choose(problem), **knobs)
 
     backward_tiles.choose, api._backward_plans = chosen, plans
     try:

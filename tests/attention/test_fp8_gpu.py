@@ -62,6 +62,18 @@ def test_features(dim: int, feature: str, per_block: bool) -> None:
 
 
 @gpu
+@each_scale
+@pytest.mark.parametrize("feature", ["plain", "causal", "window", "+".join(EVERYTHING)])
+@pytest.mark.parametrize("dim", [16, 32, 48, 64])
+def test_four_warpgroups(dim: int, feature: str, per_block: bool) -> None:
+    """What calls of few tiles do not choose. Of a tile's 256 rows, some are past the end."""
+    shape, tile = LARGE.but(d=dim), tiles.fp8_tile(dim)
+    assert tile.groups == 4
+    with fk.use_tile(tile=tile):
+        check(quantised(shape, "cuda", per_block=per_block), IMPL, **keywords(feature, shape, "cuda"))
+
+
+@gpu
 @pytest.mark.parametrize(
     "sizes",
     [(1, 1), (1, 31), (31, 33), (64, 65), (127, 129), (128, 128), (129, 127), (700, 1), (1000, 1023)],

@@ -17,7 +17,7 @@ from torch import Tensor
 import flashkernels as fk
 import flashkernels.attention.api as api
 from flashkernels.attention.hopper import backward_tiles
-from flashkernels.attention.hopper.backward_build import CANDIDATES
+from flashkernels.attention.hopper.backward_build import CANDIDATES, retiled
 from flashkernels.attention.hopper.backward_source import BackwardVariant
 from flashkernels.attention.problem import BackwardProblem
 from flashkernels.dispatch import Impl, UnsupportedError
@@ -179,8 +179,7 @@ def test_blocks_that_share_their_loads(dim: int, keys: int, monkeypatch: pytest.
     choose = backward_tiles.choose
 
     def chosen(problem: BackwardProblem) -> BackwardVariant:
-        variant = choose(problem)
-        return replace(variant, tile=replace(variant.tile, cluster=2))
+        return retiled(choose(problem), cluster=2)
 
     monkeypatch.setattr(backward_tiles, "choose", chosen)
     shape = Shape(b=2, sq=330, sk=keys, h=4, hkv=2, d=dim)
@@ -195,8 +194,7 @@ def test_tiles_that_no_rule_takes_yet(name: str, feature: str, monkeypatch: pyte
     choose = backward_tiles.choose
 
     def chosen(problem: BackwardProblem) -> BackwardVariant:
-        variant = choose(problem)
-        return replace(variant, tile=replace(variant.tile, **knobs))
+        return retiled(choose(problem), **knobs)
 
     monkeypatch.setattr(backward_tiles, "choose", chosen)
     shape = Shape(b=2, sq=330, sk=300, h=4, hkv=2, d=dim)

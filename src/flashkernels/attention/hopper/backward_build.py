@@ -118,10 +118,14 @@ CANDIDATES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+def retiled(one: BackwardVariant, **knobs: Any) -> BackwardVariant:
+    """The same with another tile."""
+    return replace(one, tile=replace(one.tile, **knobs))
+
+
 def candidate(name: str, **flags: bool) -> BackwardVariant:
     dim, knobs = CANDIDATES[name]
-    one = variant(dim, **flags)
-    return replace(one, tile=replace(one.tile, **knobs))
+    return retiled(variant(dim, **flags), **knobs)
 
 
 def _all() -> Iterator[BackwardVariant]:
@@ -136,7 +140,7 @@ def _all() -> Iterator[BackwardVariant]:
     for dim in (96, 104, 112, 120, 192):
         yield variant(dim, varlen=True, **LOGITS)
     for one in (*map(variant, (64, 80, 88, 96)), variant(64, alibi=True), variant(96, fp16=True)):
-        yield replace(one, tile=replace(one.tile, cluster=2))
+        yield retiled(one, cluster=2)
     yield replace(variant(192), own_dq=False)  # pairs that add dQ
     yield replace(variant(256, right=True), own_dq=False)
 
